@@ -1,0 +1,345 @@
+"""The schema of a run: one YAML, one run. Every number a paper gives is cited beside it.
+
+Unknown keys, ill-typed values and combinations that cannot work are refused here, before any
+process group or model exists. Reading files and overrides is ``load_config``'s work.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: typed strictly, closed to unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class RunConfig(Section):
+    """Where the run lives, how long it is and how it starts."""
+
+    dir: str
+    """Everything the run leaves is under this folder."""
+    num_steps: Positive
+    """Steps of the loop: one draw of prompts each."""
+    seed: NonNegative = 0
+    resume: Literal["never", "always", "if_present"] = "never"
+    """``never`` refuses a folder that already holds a checkpoint."""
+    heartbeat_timeout_s: Annotated[float, Field(ge=5.0)] = 45.0
+    """A rank not heard of for this long ends the run with its name."""
+
+
+class ModelConfig(Section):
+    """The policy to start from."""
+
+    path: str
+    """A Hugging Face model folder, or ``builtin:tiny`` for the one that ships."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: bool = False
+    """Recompute every layer in the backward pass instead of keeping activations."""
+
+
+class ParallelConfig(Section):
+    """How the policy is split. Data parallelism takes what is left of the world size."""
+
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    sequence: bool = False
+    """Sequence parallelism; needs ``tensor`` > 1."""
+    context: Positive = 1
+    virtual_pipeline: Positive = 1
+    """Model chunks a pipeline rank holds (interleaved schedule) when above 1."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "parallel.sequence=true with parallel.tensor=1: sequence parallelism splits the "
+                "activations over the tensor ranks, and there is one. Set parallel.sequence=false "
+                "or parallel.tensor to 2 or more."
+            )
+        if self.virtual_pipeline > 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline}: the interleaved schedule is "
+                "not offered, because megatron-core 0.16.1 with its default point-to-point flags "
+                "gives wrong gradients there without an error. Set parallel.virtual_pipeline=1."
+            )
+        if self.context > 1:
+            raise ValueError(
+                f"parallel.context={self.context}: context parallelism needs Transformer Engine's "
+                "attention and its split of packed rows is not offered yet. Set "
+                "parallel.context=1 and shorten rows with batch.micro_batch_tokens instead."
+            )
+        return self
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+
+class ArithmeticSource(Section):
+    """Generated arithmetic: deterministic by seed, splits disjoint by construction."""
+
+    kind: Literal["arithmetic"]
+    name: str = "arithmetic"
+    num_problems: Positive
+    split: Literal["train", "heldout"]
+    seed: NonNegative = 0
+
+
+class FileSource(Section):
+    """Problems from a file: JSON lines, or one JSON list, with ``problem`` and ``answer``."""
+
+    kind: Literal["jsonl", "json"]
+    path: str
+    name: str | None = None
+    """Name for metrics per source; the file's stem by default."""
+    problem_key: str = "problem"
+    answer_key: str = "answer"
+    limit: Positive | None = None
+    """Take only the first so many problems."""
+
+
+Source = Annotated[ArithmeticSource | FileSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    """Training and held-out problems."""
+
+    train: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)]
+    heldout: Annotated[tuple[Source, ...], Field(strict=False)] = ()
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are dropped and counted."""
+    template: Literal["chat", "raw"] = "chat"
+    """``chat`` applies the tokenizer's own chat template; ``raw`` takes the text as it is."""
+    prompts_per_step: Positive = 512
+    """DynaMO's script: 512."""
+
+
+class AllocationConfig(Section):
+    """Sequence level: how many rollouts a prompt gets (DynaMO, section on rollout allocation)."""
+
+    policy: Literal["dynamo", "uniform"] = "dynamo"
+    n_low: Positive = 8
+    n_high: Positive = 24
+    n_mean: Positive = 16
+    """Rollouts per step, divided by the number of prompts."""
+    weight: Literal["sqrt", "linear"] = "sqrt"
+    """``sqrt``: the standard deviation, which the optimum asks for; ``linear``: the variance."""
+    fill: Literal["paper", "kkt"] = "paper"
+    """``paper``: everyone gets the floor, the rest in proportion; ``kkt``: clipped proportion."""
+    init: NonNegative = 8
+    """A prompt with fewer recorded rollouts than max(n_low, init) is cold."""
+    mastery: Fraction = 0.85
+    """Accuracy from which a prompt gets the floor weight."""
+    floor: Fraction = 0.01
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """History is multiplied by this at the end of an epoch; 1 is the paper."""
+    refresh: Literal["step", "epoch"] = "step"
+    """When priorities are recomputed; ``epoch`` reproduces the authors' code."""
+    success_threshold: float = 0.5
+    """A reward at or above it counts as a success in the history."""
+    weighting: Literal["sample", "prompt"] = "sample"
+    """``prompt`` gives every prompt the same total weight, whatever its group size."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> AllocationConfig:
+        if self.policy == "dynamo" and not self.n_low <= self.n_mean <= self.n_high:
+            raise ValueError(
+                "algorithm.allocation needs n_low <= n_mean <= n_high, got "
+                f"{self.n_low}, {self.n_mean}, {self.n_high}: the budget of n_mean rollouts a "
+                "prompt cannot be spent within the bounds. Change one of the three."
+            )
+        if self.policy == "dynamo" and min(max(self.n_low, self.init), self.n_high) > self.n_mean:
+            raise ValueError(
+                f"algorithm.allocation: cold prompts get min(max(n_low, init), n_high) = "
+                f"{min(max(self.n_low, self.init), self.n_high)} rollouts, more than n_mean = "
+                f"{self.n_mean}; the first steps would overspend. Lower init or raise n_mean."
+            )
+        return self
+
+
+class ModulationConfig(Section):
+    """Token level: advantage modulation (DynaMO, gradient compensation and stabilisation)."""
+
+    gradient_compensation: bool = True
+    stabilization: bool = True
+    alpha: Annotated[float, Field(ge=0.0)] = 0.2
+    """The compensation factor lies in [1, 1 + alpha]."""
+    lam_min: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    gamma: Annotated[float, Field(gt=0.0)] = 50.0
+    tau: Fraction = 0.99
+    scope: Literal["mini_batch", "step"] = "mini_batch"
+    """The set whose extremes normalise entropy and entropy change."""
+    stats: Literal["old", "current"] = "old"
+    """Policy whose entropy and entropy change are used: before the step, or at each update."""
+    change: Literal["exact", "seq_mean"] = "exact"
+    """``seq_mean`` is the authors' code's stand-in for the expected term, for comparison only."""
+
+
+class ClipConfig(Section):
+    """Clipping of the policy ratio."""
+
+    low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    high: Annotated[float, Field(gt=0.0)] = 0.28
+    """The effective value of DynaMO's script (0.2 x 1.4)."""
+    dual: Annotated[float, Field(gt=1.0)] | None = 10.0
+    """Dual clip for negative advantages; null switches it off."""
+
+
+class KlConfig(Section):
+    """Penalty towards the policy at the start of the run."""
+
+    coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class AdvantageConfig(Section):
+    """Group-relative advantages."""
+
+    normalize: Literal["std", "none"] = "std"
+    epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
+    mask_truncated: bool = False
+    """Leave truncated responses out of the loss (they are scored and counted all the same)."""
+
+
+class AlgorithmConfig(Section):
+    """The learning rule. Uniform allocation with both modulations off is plain GRPO."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    allocation: AllocationConfig = AllocationConfig()
+    modulation: ModulationConfig = ModulationConfig()
+    clip: ClipConfig = ClipConfig()
+    kl: KlConfig = KlConfig()
+
+
+class BatchConfig(Section):
+    """How a step is cut into optimizer steps and forward passes."""
+
+    mini_batch_prompts: Positive | None = None
+    """Prompts an optimizer step sees (DynaMO's script: 32); null for all of the step's."""
+    micro_batch_tokens: Positive = 8192
+    """Longest packed row. A longer sequence gets a row of its own."""
+    micro_batch_sequences: Positive | None = None
+    """At most so many sequences in a row."""
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    engine: Literal["hf"] = "hf"
+    """``hf``: transformers' generate inside rank 0's process."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    max_tokens: Positive = 1024
+    batch_size: Positive = 256
+    """Sequences generated together by the embedded engine."""
+    gate_tolerance: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Largest |sampler logp - trainer logp| at the first step; above it the run stops."""
+
+
+class RewardConfig(Section):
+    """Verification of responses in worker processes."""
+
+    kind: Literal["integer_answer", "function"] = "integer_answer"
+    """``integer_answer``: the last ``Answer: <integer>``; ``function``: your own verifier."""
+    function: str | None = None
+    """``module:function`` called as f(response: str, answer: str, prompt: str) -> float."""
+    workers: Positive = 1
+    timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
+    """A verification that takes longer is killed and counted as failed."""
+    shuffle: bool = False
+    """Control experiment: rewards are permuted over the whole step. Nothing should be learned."""
+
+    @model_validator(mode="after")
+    def _function(self) -> RewardConfig:
+        if (self.kind == "function") != (self.function is not None):
+            raise ValueError(
+                f"reward.kind={self.kind} with reward.function={self.function}: set "
+                "reward.function=module:function exactly when reward.kind=function."
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW (or SGD for tests) with warm-up and decay. One unit of the schedule is one update."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    lr: Annotated[float, Field(gt=0.0)] = 1e-6
+    """DynaMO's script: 1e-6."""
+    min_lr: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup_updates: NonNegative = 10
+    decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    decay_updates: Positive | None = None
+    """Update at which min_lr is reached; null: the last update of the run."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
+    clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    distributed: bool = False
+    """Megatron-Core's distributed optimizer: optimizer state sharded over data-parallel ranks."""
+
+
+class EvaluationConfig(Section):
+    """Held-out pass@1 by sampling at ``temperature``, at the start, at the end and in between."""
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0: only at the start and at the end of the run."""
+    samples: Positive = 1
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+
+
+class CheckpointConfig(Section):
+    """Megatron-Core distributed checkpoints under ``run.dir``/checkpoints."""
+
+    every: NonNegative = 20
+    """Steps between saves; 0 saves only at the end."""
+    keep: Positive = 2
+    export_hf: bool = True
+    """Write the final policy in Hugging Face format as well."""
+
+
+class ObserveConfig(Section):
+    """What the run writes for people."""
+
+    tensorboard: bool = True
+    plots: bool = True
+    generations_per_step: NonNegative = 8
+    progress: bool = True
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    batch: BatchConfig = BatchConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _mini_batches(self) -> Config:
+        size = self.batch.mini_batch_prompts
+        if size is not None and self.data.prompts_per_step % size:
+            raise ValueError(
+                f"data.prompts_per_step={self.data.prompts_per_step} is not a multiple of "
+                f"batch.mini_batch_prompts={size}: the last optimizer step of every step would see "
+                "fewer prompts and weigh them more. Choose a divisor."
+            )
+        return self

@@ -1,0 +1,149 @@
+"""The seams of the trainer. ``build`` alone names what stands behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dynamo_megatron.types import (
+    DataCursor,
+    GroupSizes,
+    MiniBatch,
+    OwnedStats,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    TrainBatch,
+    UpdateStats,
+    Verdict,
+)
+
+WeightStream = Iterable[tuple[str, Tensor]]
+"""Hugging Face parameter names with full, CPU-or-GPU tensors, each exactly once."""
+
+
+class PromptSource(Protocol):
+    """Training prompts in a seeded order, a fresh shuffle each epoch."""
+
+    def take(self, count: int, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
+        """The next ``count`` different prompts and the cursor after them."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class Allocator(Protocol):
+    """Decides how many rollouts each prompt of a step receives (rank 0)."""
+
+    def sizes(self, prompts: Sequence[Prompt]) -> GroupSizes:
+        """Group sizes that spend the step's budget exactly."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from the current policy weights (rank 0)."""
+
+    def load_weights(self, weights: WeightStream, *, version: int) -> None:
+        """Make ``version`` the policy that the next ``generate`` samples from."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sizes: GroupSizes,
+        *,
+        step: int,
+        temperature: float,
+        seed: int,
+    ) -> list[Rollout]:
+        """Return ``sizes.budget`` rollouts, grouped by prompt, in prompt order, k ascending.
+
+        Args:
+            prompts: the prompts, in the order of ``sizes.prompt_ids``.
+            sizes: rollouts for each.
+            step: enters each rollout's seed.
+            temperature: of the sampled policy softmax(logits / temperature).
+            seed: the run's seed; a rollout's own is a function of (seed, step, prompt id, k).
+
+        Raises:
+            RolloutError: a completion is missing or was sampled from another version.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release processes and memory."""
+        ...
+
+
+class Reward(Protocol):
+    """Verifies responses in killable processes (rank 0)."""
+
+    def score(self, items: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
+        """One verdict for each item, in order. A verifier's failure is a Verdict, not an error."""
+        ...
+
+    def close(self) -> None:
+        """End the worker processes."""
+        ...
+
+
+class PolicyActor(Protocol):
+    """The policy in Megatron-Core. Every method is collective: all ranks call it together."""
+
+    def weights(self) -> WeightStream:
+        """The current weights under Hugging Face names. Every rank must exhaust the stream."""
+        ...
+
+    def token_stats(self, batch: TrainBatch, plan: Sequence[MiniBatch]) -> OwnedStats:
+        """Statistics of the policy as it is, for every response token of the step."""
+        ...
+
+    def update(
+        self, batch: TrainBatch, plan: Sequence[MiniBatch], old: OwnedStats
+    ) -> list[UpdateStats]:
+        """One optimizer step for each mini-batch of the plan."""
+        ...
+
+
+class MetricsSink(Protocol):
+    """Receives what a run reports (rank 0)."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step's scalars."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+class Checkpointer(Protocol):
+    """Saves and restores the whole run. Collective."""
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint; its completion marker comes last."""
+        ...
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        ...
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """Restore model, optimizer and random state; return the trainer's own state."""
+        ...
+
+
+__all__ = [
+    "Allocator",
+    "Checkpointer",
+    "MetricsSink",
+    "PolicyActor",
+    "PromptSource",
+    "Reward",
+    "RolloutEngine",
+    "RolloutGroup",
+    "WeightStream",
+]
