@@ -1,0 +1,1 @@
+"""The policy in Megatron-Core: model, forward step, optimizer, weights out."""

@@ -1,0 +1,1 @@
+"""The one mapping between Hugging Face and Megatron names: import, export and rollout weights."""
