@@ -304,7 +304,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     """Write the folder that ``from_pretrained`` reads, with transformers 4 or 5."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    # transformers 5 writes the class's new name, which transformers 4 does not know; both know this.
+    # transformers 5 writes the class's new name; transformers 4 knows only the old one, 5 both.
     path = out / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     del settings["backend"]

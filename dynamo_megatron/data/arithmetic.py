@@ -110,12 +110,13 @@ def arithmetic_problems(
     if split not in ("train", "heldout"):
         raise ValueError(f"split is {split!r}; the task has the splits 'train' and 'heldout'.")
     rng = random.Random(seed)
-    taken = set(exclude)
+    drawn: set[str] = set()
     problems: list[ArithmeticProblem] = []
     rejections = 0
     while len(problems) < num_problems:
         candidate = _draw(rng)
-        if candidate.problem in taken or split_of(candidate.operands) != split:
+        text = candidate.problem
+        if text in exclude or text in drawn or split_of(candidate.operands) != split:
             rejections += 1
             if rejections > _MAX_CONSECUTIVE_REJECTIONS:
                 raise ValueError(
@@ -125,7 +126,7 @@ def arithmetic_problems(
                 )
             continue
         rejections = 0
-        taken.add(candidate.problem)
+        drawn.add(text)
         problems.append(candidate)
     return problems
 
