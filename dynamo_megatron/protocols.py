@@ -24,6 +24,9 @@ from dynamo_megatron.types import (
 WeightStream = Iterable[tuple[str, Tensor]]
 """Hugging Face parameter names with full, CPU-or-GPU tensors, each exactly once."""
 
+MetricValue = float | Mapping[str, int]
+"""A scalar, or a histogram as a mapping from value to count."""
+
 
 class PromptSource(Protocol):
     """Training prompts in a seeded order, a fresh shuffle each epoch."""
@@ -111,8 +114,8 @@ class PolicyActor(Protocol):
 class MetricsSink(Protocol):
     """Receives what a run reports (rank 0)."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's scalars."""
+    def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        """Record one step; steps ascend, each is written once."""
         ...
 
     def close(self) -> None:
@@ -139,6 +142,7 @@ class Checkpointer(Protocol):
 __all__ = [
     "Allocator",
     "Checkpointer",
+    "MetricValue",
     "MetricsSink",
     "PolicyActor",
     "PromptSource",
