@@ -1,0 +1,346 @@
+"""The reward pool: verification in worker processes that can be killed.
+
+A verifier handles what a policy wrote, so it may raise, hang or take its process with it. None of
+that may stop a run, charge another item or pass for a wrong answer. Threads cannot be killed and
+``signal.alarm`` works in the main thread only (verl#5635: every score silently 0), hence processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from dynamo_megatron.reward.integer_answer import parse_reference
+from dynamo_megatron.reward.process import Task, WorkerProcess
+from dynamo_megatron.reward.worker import FAILED, READY
+from dynamo_megatron.types import Prompt, Rollout, Verdict, VerdictStatus
+
+INTEGER_ANSWER = "dynamo_megatron.reward.integer_answer:verify_integer_answer"
+"""The built-in verifier; nothing but its name sets it apart from a user's."""
+
+MEMORY_LIMIT_BYTES = 4 << 30
+"""Address space of a worker."""
+
+START_LIMIT_S = 60.0
+"""How long a worker may take to import its verifier."""
+
+MAX_DEATHS = 2
+"""An item over which so many workers died is scored CRASH: the first may be an accident."""
+
+MAX_FAILED_STARTS = 3
+"""So many workers in a row that do not start end the run."""
+
+CHUNK_ITEMS, CHUNK_CHARS = 32, 1 << 22
+"""Most items, and most characters (but at least one item), sent to a worker at a time."""
+
+_POLL_S = 0.1
+_SPEC = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
+_LOG = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """Verification cannot work at all, as opposed to failing on one response."""
+
+
+class RewardPool:
+    """Scores rollouts in killable worker processes. Implements ``protocols.Reward``.
+
+    Each item gets exactly one verdict. A verifier that raises, or returns what is not a finite
+    number, gives ERROR; one that takes longer than ``timeout_s`` gives TIMEOUT (to this item
+    alone) and its worker is replaced; a worker that dies is replaced and its item tried once more,
+    then CRASH. Reaching the memory limit counts as a death. Not thread-safe. Linux.
+
+    Args:
+        verifier: ``module:function``, called in a worker as f(response, answer, prompt); returns a
+            number or a ``Verification``. Imported there, with this process's ``sys.path``.
+        workers: number of processes, started on first use.
+        timeout_s: wall-clock seconds for one verification.
+        memory_limit_bytes: address space of a worker.
+
+    Raises:
+        ValueError: ``verifier`` is not written as module:function.
+    """
+
+    def __init__(
+        self,
+        verifier: str = INTEGER_ANSWER,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+    ) -> None:
+        if not _SPEC.fullmatch(verifier):
+            raise ValueError(
+                f"the verifier {verifier!r} is not of the form module:function, such as "
+                "my_rewards.math:score. Change reward.function."
+            )
+        if workers < 1 or not timeout_s > 0:
+            raise ValueError(
+                f"a reward pool needs at least one worker and a positive time limit, got "
+                f"{workers} and {timeout_s}."
+            )
+        self._verifier = verifier
+        self._num_workers = workers
+        self._timeout_s = timeout_s
+        self._memory_limit = memory_limit_bytes
+        self._workers: list[WorkerProcess] = []
+        self._failed_starts = 0
+        self._launcher: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="reward-launcher"
+        )
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that run now."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def check(self, prompts: Sequence[Prompt] = ()) -> None:
+        """Start every worker and wait until all have imported the verifier.
+
+        Args:
+            prompts: problems whose reference answers the built-in verifier must be able to read.
+
+        Raises:
+            RewardError: the verifier cannot be imported, or references are not integers.
+        """
+        if self._verifier == INTEGER_ANSWER:
+            _check_references(prompts)
+        self._start_workers()
+        self._run(deque(), [], await_start=True)
+
+    def score(self, items: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
+        """One verdict for each item, in order.
+
+        Raises:
+            RewardError: workers no longer start, or the pool is closed.
+        """
+        tasks = [
+            Task(index=i, response=rollout.text, answer=prompt.answer, prompt=prompt.text)
+            for i, (prompt, rollout) in enumerate(items)
+        ]
+        self._start_workers()
+        verdicts: list[Verdict | None] = [None] * len(tasks)
+        self._run(deque(_chunks(tasks, self._num_workers)), verdicts)
+        complete = [verdict for verdict in verdicts if verdict is not None]
+        assert len(complete) == len(tasks), "the pool stopped before every item had a verdict"
+        return complete
+
+    def close(self) -> None:
+        """End the worker processes. May be called again."""
+        if self._launcher is None:
+            return
+        self._end_workers()
+        self._launcher.shutdown()
+        self._launcher = None
+
+    def _run(
+        self,
+        queue: deque[list[Task]],
+        verdicts: list[Verdict | None],
+        *,
+        await_start: bool = False,
+    ) -> None:
+        """Work until the queue is empty and nothing is under way."""
+        try:
+            while True:
+                # Taken before the pipes are read, so that a result that is there is never late.
+                now = time.monotonic()
+                for worker in list(self._workers):
+                    self._serve(worker, now, queue, verdicts)
+                # Only now, when workers that died idle are replaced: no item is charged for them.
+                self._assign(queue)
+                starting = await_start and not all(worker.ready for worker in self._workers)
+                if not (queue or starting or any(worker.tasks for worker in self._workers)):
+                    return
+                self._wait()
+        except BaseException:
+            # The workers are in the middle of something: the next call must not see its results.
+            self._end_workers()
+            raise
+
+    def _assign(self, queue: deque[list[Task]]) -> None:
+        for worker in self._workers:
+            if queue and worker.ready and not worker.tasks:
+                worker.assign(queue.popleft(), timeout_s=self._timeout_s)
+
+    def _wait(self) -> None:
+        """Sleep until a worker can be served, a deadline passes, or a moment has gone by."""
+        poll = select.poll()
+        deadline = time.monotonic() + _POLL_S
+        for worker in self._workers:
+            if not worker.ready or worker.tasks:
+                poll.register(worker.readable, select.POLLIN)
+                deadline = min(deadline, worker.deadline)
+            if worker.writable is not None:
+                poll.register(worker.writable, select.POLLOUT)
+        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+    def _serve(
+        self,
+        worker: WorkerProcess,
+        now: float,
+        queue: deque[list[Task]],
+        verdicts: list[Verdict | None],
+    ) -> None:
+        """Take a worker's messages, then deal with its end or its deadline."""
+        for message in worker.exchange(timeout_s=self._timeout_s):
+            if not worker.ready:
+                self._take_start(worker, message)
+            elif not self._take_result(worker, message, verdicts):
+                worker.gone, worker.fault = True, "broke the protocol"
+                break
+        if worker.gone:
+            self._bury(worker, queue, verdicts)
+        elif now > worker.deadline and (worker.tasks or not worker.ready):
+            self._time_out(worker, queue, verdicts)
+
+    def _take_start(self, worker: WorkerProcess, message: Any) -> None:
+        kind, detail = message
+        if kind == READY:
+            worker.ready = True
+            self._failed_starts = 0
+        elif kind == FAILED:
+            worker.fault = str(detail)
+
+    def _take_result(
+        self, worker: WorkerProcess, message: Any, verdicts: list[Verdict | None]
+    ) -> bool:
+        """Record the result of the worker's first task; False where it is none."""
+        match message:
+            case [int(index), str(status), float(reward), bool(formatted), str(found), str(text)]:
+                pass
+            case _:
+                return False
+        if not worker.tasks or index != worker.tasks[0].index:
+            return False
+        verdicts[worker.tasks.popleft().index] = Verdict(
+            reward=reward,
+            status=VerdictStatus(status),
+            formatted=formatted,
+            extracted=found,
+            message=text,
+        )
+        worker.deadline = time.monotonic() + self._timeout_s
+        return True
+
+    def _bury(
+        self, worker: WorkerProcess, queue: deque[list[Task]], verdicts: list[Verdict | None]
+    ) -> None:
+        """Replace a worker that ended; the task it was at is tried once more."""
+        how = self._remove(worker)
+        if not worker.ready:
+            self._count_failed_start(how)
+        elif worker.tasks:
+            first = worker.tasks.popleft()
+            again = replace(first, deaths=first.deaths + 1)
+            _LOG.warning("a reward worker %s on item %d (death %d)", how, again.index, again.deaths)
+            self._requeue(worker, queue)
+            if again.deaths < MAX_DEATHS:
+                queue.appendleft([again])
+            else:
+                verdicts[again.index] = Verdict(
+                    reward=0.0,
+                    status=VerdictStatus.CRASH,
+                    message=f"the worker {how}; tried {again.deaths} times",
+                )
+        self._start_workers()
+
+    def _time_out(
+        self, worker: WorkerProcess, queue: deque[list[Task]], verdicts: list[Verdict | None]
+    ) -> None:
+        """Kill a worker that is too slow; the task it was at is the only one to pay."""
+        self._remove(worker)
+        if not worker.ready:
+            self._count_failed_start(f"was not ready after {START_LIMIT_S:g} s")
+        else:
+            first = worker.tasks.popleft()
+            verdicts[first.index] = Verdict(
+                reward=0.0,
+                status=VerdictStatus.TIMEOUT,
+                message=f"not verified within {self._timeout_s:g} s",
+            )
+            self._requeue(worker, queue)
+        self._start_workers()
+
+    @staticmethod
+    def _requeue(worker: WorkerProcess, queue: deque[list[Task]]) -> None:
+        if worker.tasks:
+            queue.appendleft(list(worker.tasks))
+
+    def _remove(self, worker: WorkerProcess) -> str:
+        self._workers.remove(worker)
+        return worker.end()
+
+    def _count_failed_start(self, how: str) -> None:
+        self._failed_starts += 1
+        _LOG.warning("a reward worker did not start: %s", how)
+        if self._failed_starts < MAX_FAILED_STARTS:
+            return
+        module = self._verifier.partition(":")[0]
+        raise RewardError(
+            f"no worker can start with the verifier {self._verifier!r}; the last one: {how}. "
+            f"Workers run {sys.executable} and import {module!r} along sys.path = {sys.path}. "
+            "Correct reward.function, or put the module's folder on PYTHONPATH; "
+            f"`{sys.executable} -c 'import {module}'` shows the import on its own."
+        )
+
+    def _start_workers(self) -> None:
+        if self._launcher is None:
+            raise RewardError("the reward pool is closed: score() and check() come before close().")
+        while len(self._workers) < self._num_workers:
+            self._workers.append(
+                WorkerProcess(
+                    self._verifier,
+                    memory_limit=self._memory_limit,
+                    start_limit_s=START_LIMIT_S,
+                    launcher=self._launcher,
+                )
+            )
+
+    def _end_workers(self) -> None:
+        while self._workers:
+            self._workers.pop().end()
+
+
+def _chunks(tasks: Sequence[Task], num_workers: int) -> list[list[Task]]:
+    """Cut tasks into messages: few enough to be cheap, small enough to share out evenly."""
+    longest = min(CHUNK_ITEMS, max(1, len(tasks) // (4 * num_workers)))
+    chunks: list[list[Task]] = []
+    chars = 0
+    for task in tasks:
+        if not chunks or len(chunks[-1]) == longest or chars + task.num_chars > CHUNK_CHARS:
+            chunks.append([])
+            chars = 0
+        chunks[-1].append(task)
+        chars += task.num_chars
+    return chunks
+
+
+def _check_references(prompts: Sequence[Prompt]) -> None:
+    unreadable = []
+    for prompt in prompts:
+        try:
+            parse_reference(prompt.answer)
+        except ValueError:
+            unreadable.append(prompt)
+    if unreadable:
+        examples = "; ".join(f"{p.source}/{p.id}: {p.answer[:60]!r}" for p in unreadable[:3])
+        raise RewardError(
+            f"reward.kind=integer_answer, but {len(unreadable)} of {len(prompts)} reference "
+            f"answers are not integers ({examples}): no response to them could ever be right. "
+            "Leave these problems out, or set reward.kind=function with a verifier for them."
+        )
