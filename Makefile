@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo control test lint bench clean
+
+demo: $(VENV)/.run  ## the main job: DynaMO on two tensor-parallel ranks, about ten minutes
+	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml
+
+control: $(VENV)/.run  ## the same run with shuffled rewards: nothing should be learned
+	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml reward.shuffle=true run.dir=runs/control
+
+test: $(VENV)/.dev  ## every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.dev  ## quick figures of every benchmark
+	for program in benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$program --quick || exit 1; done
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.run: requirements/cpu.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.run
+	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,39 @@
+"""Asking a run to stop, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from torch.distributed import ProcessGroup
+
+from dynamo_megatron.parallel.reduce import any_rank
+
+
+class StopRequested(Exception):
+    """All ranks agreed to stop before the next update; nothing of the step was applied."""
+
+
+class StopSignal:
+    """Turns SIGTERM into a request that the loop honours where a checkpoint can be written."""
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def install(self) -> None:
+        """Take over SIGTERM of this process."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+
+    def check(self, group: ProcessGroup) -> None:
+        """Stop together.
+
+        Collectives on ``group``: one MAX; every rank must call.
+
+        Raises:
+            StopRequested: on every rank when any of them was signalled.
+        """
+        if any_rank(self._requested, group=group):
+            raise StopRequested

@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# One machine, two pipeline stages of two tensor-parallel ranks.
+#   launchers/torchrun/tp2_pp2.sh --config configs/quickstart.yaml [key=value ...]
+exec torchrun --standalone --nproc-per-node=4 -m dynamo_megatron.train "$@" parallel.tensor=2 parallel.pipeline=2
