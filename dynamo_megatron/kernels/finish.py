@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynamo_megatron.kernels.shard import M, S0, S1, S2, S3, ZY, finite_max
+from dynamo_megatron.kernels.shard import S0, S1, S2, S3, ZY, M, finite_max, merge_partials
 from dynamo_megatron.types import TokenStats
 
 
@@ -40,18 +40,19 @@ class RowState:
     mu: Tensor
 
 
-def finish(merged_6T: Tensor, targets_T: Tensor, inv_T: Tensor) -> tuple[TokenStats, RowState]:
-    """Statistics and backward state from the merged partials.
+def finish(parts_R6T: Tensor, targets_T: Tensor, inv_T: Tensor) -> tuple[TokenStats, RowState]:
+    """Statistics and backward state from the parts of the vocabulary.
 
     Args:
-        merged_6T: [6, T] float64 (or [4, T] without Q).
-        targets_T: [T] int64; negative ones are ignored: all their statistics are 0.
+        parts_R6T: [R, 6, T] partial statistics ([R, 4, T] without Q).
+        targets_T: [T] int64; where negative, ``logp`` and ``lam`` are 0.
         inv_T: [T] float64, 1 / temperature.
 
     Returns:
         `TokenStats` in float32 (NaN for ``sum_pi2`` and ``q`` where they were not summed) and the
         `RowState`.
     """
+    merged_6T = merge_partials(parts_R6T, inv_T)
     m, s0, s1 = finite_max(merged_6T[M]), merged_6T[S0], merged_6T[S1]
     log_s0, mu = s0.log(), s1 / s0
     d_y = (merged_6T[ZY] - m) * inv_T
@@ -62,15 +63,11 @@ def finish(merged_6T: Tensor, targets_T: Tensor, inv_T: Tensor) -> tuple[TokenSt
     else:
         sum_pi2 = q = torch.full_like(m, float("nan"))
     ignored_T = targets_T < 0
-
-    def output(value_T: Tensor) -> Tensor:
-        return value_T.float().masked_fill_(ignored_T, 0.0)
-
     stats = TokenStats(
-        logp=output(d_y - log_s0),
-        entropy=output(log_s0 - mu),
-        lam=output(d_y - mu),
-        sum_pi2=output(sum_pi2),
-        q=output(q),
+        logp=(d_y - log_s0).masked_fill(ignored_T, 0.0).float(),
+        entropy=(log_s0 - mu).float(),
+        lam=(d_y - mu).masked_fill(ignored_T, 0.0).float(),
+        sum_pi2=sum_pi2.float(),
+        q=q.float(),
     )
     return stats, RowState(m.float(), log_s0.float(), mu.float())

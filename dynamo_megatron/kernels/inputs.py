@@ -30,9 +30,7 @@ def check_targets(targets_T: Tensor, tokens: int, vocab_size: int, device: torch
     )
 
 
-def inverse_temperature(
-    temperature: float | Tensor, tokens: int, device: torch.device
-) -> Tensor:
+def inverse_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> Tensor:
     """[T] float64 1 / temperature from one temperature or one a token.
 
     Raises:

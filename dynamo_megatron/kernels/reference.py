@@ -42,16 +42,13 @@ def reference_token_stats(
     pi2_TV = pi_TV.detach().square()
     q_T = (pi2_TV * (finite_log_pi_TV + entropy_T[:, None]).detach()).sum(dim=-1)
     ignored_T = targets_T < 0
-
-    def output(value_T: Tensor) -> Tensor:
-        return torch.where(ignored_T, torch.zeros_like(value_T), value_T)
-
+    constant_T = entropy_T.detach()
     return TokenStats(
-        logp=output(logp_T),
-        entropy=output(entropy_T if entropy_grad else entropy_T.detach()),
-        lam=output((logp_T + entropy_T).detach()),
-        sum_pi2=output(pi2_TV.sum(dim=-1)),
-        q=output(q_T),
+        logp=torch.where(ignored_T, 0.0, logp_T),
+        entropy=torch.where(ignored_T, constant_T, entropy_T) if entropy_grad else constant_T,
+        lam=torch.where(ignored_T, 0.0, (logp_T + entropy_T).detach()),
+        sum_pi2=pi2_TV.sum(dim=-1),
+        q=q_T,
     )
 
 

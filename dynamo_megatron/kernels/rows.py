@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamo_megatron.kernels.finish import RowState
-from dynamo_megatron.kernels.shard import D_FLOOR, M, S0, S1, S2, S3, ZY, VocabShard, finite_max
+from dynamo_megatron.kernels.shard import D_FLOOR, S0, S1, S2, S3, ZY, M, VocabShard, finite_max
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -32,9 +32,7 @@ class RowBlocks:
     def __init__(self, tokens: int, columns: int, device: torch.device):
         budget = CPU_SCRATCH_BYTES if device.type == "cpu" else GPU_SCRATCH_BYTES
         self.rows = max(1, min(tokens, budget // (2 * 4 * max(columns, 1))))
-        self.slices = [
-            slice(a, min(a + self.rows, tokens)) for a in range(0, tokens, self.rows)
-        ]
+        self.slices = [slice(a, min(a + self.rows, tokens)) for a in range(0, tokens, self.rows)]
         self._scratch = torch.empty(2, self.rows, columns, dtype=torch.float32, device=device)
 
     def scratch(self, rows: slice) -> tuple[Tensor, Tensor]:

@@ -71,13 +71,12 @@ class VocabShard:
                 f"vocab_start={start} leaves ids 0..{start - 1} to other ranks, but there are "
                 f"{ranks} ranks. Pass the tensor-parallel group that holds them."
             )
-        if vocab_start is None or ranks == 1:
-            if covered < vocab_size:
-                raise ValueError(
-                    f"{ranks} shard(s) of {width} columns cover {covered} of {vocab_size} ids: "
-                    "the statistics would miss the rest of the vocabulary. Pass the "
-                    "tensor-parallel group of these logits as group."
-                )
+        if (vocab_start is None or ranks == 1) and covered < vocab_size:
+            raise ValueError(
+                f"{ranks} shard(s) of {width} columns cover {covered} of {vocab_size} ids: "
+                "the statistics would miss the rest of the vocabulary. Pass the "
+                "tensor-parallel group of these logits as group."
+            )
         return cls(start, width, vocab_size, group)
 
     @property
@@ -159,7 +158,10 @@ def two_calls_pay_from(ranks: int, rows: int = 6) -> float:
 
 
 def exchange_partials(partial_6T: Tensor, inv_T: Tensor, shard: VocabShard) -> Tensor:
-    """The partial statistics of the whole vocabulary, equal bit for bit on every rank.
+    """Let every rank have what `merge_partials` needs for the whole vocabulary.
+
+    The parts come in rank order on every rank, so that their merge is equal bit for bit, whatever
+    algorithm the collective runs.
 
     Args:
         partial_6T: [6, T] or [4, T] float32, contiguous, this rank's part.
@@ -167,26 +169,25 @@ def exchange_partials(partial_6T: Tensor, inv_T: Tensor, shard: VocabShard) -> T
         shard: This rank's shard.
 
     Returns:
-        [6, T] or [4, T] float64.
+        [R, 6, T] float32, or [1, 6, T] where they were summed on the way.
 
     Collectives on the shard's group: one all-gather, or above `two_calls_pay_from` tokens one MAX
     and one SUM all-reduce. Every rank must call, with equally many tokens, none included.
     """
     if shard.ranks == 1:
-        return merge_partials(partial_6T[None], inv_T)
+        return partial_6T[None]
     rows, tokens = partial_6T.shape
     if tokens > two_calls_pay_from(shard.ranks, rows):
-        return _reduce_partials(partial_6T, inv_T, shard)
+        return _reduce_partials(partial_6T, inv_T, shard)[None]
     parts_R6T = partial_6T.new_empty(shard.ranks, rows, tokens)
     dist.all_gather_single(parts_R6T.view(-1), partial_6T.view(-1), group=shard.group)
-    return merge_partials(parts_R6T, inv_T)
+    return parts_R6T
 
 
 def _reduce_partials(partial_6T: Tensor, inv_T: Tensor, shard: VocabShard) -> Tensor:
-    """`exchange_partials` in two calls: agree on the maximum, rescale to it, sum."""
+    """The exchange in two calls: agree on the maximum, rescale to it, sum."""
     maxima_2T = torch.stack([partial_6T[M], partial_6T[ZY]])
     dist.all_reduce(maxima_2T, op=dist.ReduceOp.MAX, group=shard.group)
-    m_T, zy_T = maxima_2T.double()
-    sums_4T = rescale_sums(partial_6T.double(), m_T, inv_T).float()
+    sums_4T = rescale_sums(partial_6T.double(), maxima_2T[0].double(), inv_T).float()
     dist.all_reduce(sums_4T, op=dist.ReduceOp.SUM, group=shard.group)
-    return join_rows(m_T, zy_T, sums_4T.double())
+    return join_rows(maxima_2T[0], maxima_2T[1], sums_4T)

@@ -3,21 +3,17 @@
 Shapes: T tokens, V vocabulary entries, Vp columns of this rank's shard.
 """
 
-from typing import Literal
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from dynamo_megatron.kernels.finish import RowState, finish
+from dynamo_megatron.kernels.engine import Engine, Implementation, choose_engine
+from dynamo_megatron.kernels.finish import RowState
 from dynamo_megatron.kernels.inputs import check_rows, check_targets, inverse_temperature
 from dynamo_megatron.kernels.reference import reference_token_stats
-from dynamo_megatron.kernels.rows import backward_rows, forward_rows
 from dynamo_megatron.kernels.shard import VocabShard, exchange_partials
 from dynamo_megatron.types import TokenStats
-
-Implementation = Literal["auto", "reference", "torch", "torch_compile", "triton"]
 
 
 def token_stats(
@@ -43,8 +39,8 @@ def token_stats(
     Args:
         logits_TVp: [T, Vp] raw logits of this rank's columns, contiguous; float32, bfloat16 or
             float16 (float64 with ``reference``).
-        targets_T: [T] int64 global ids, equal on every rank. Negative ones are ignored: all their
-            statistics are 0 and their rows' gradients exactly 0, whatever the logits are.
+        targets_T: [T] int64 global ids, equal on every rank. Negative ones are ignored:
+            ``logp`` and ``lam`` are 0 there, and the row's gradient is exactly 0.
         temperature: One for all tokens, or [T].
         vocab_size: True size of the vocabulary, without padding.
         vocab_start: Global id of column 0; None for equal shards in rank order.
@@ -76,24 +72,15 @@ def token_stats(
     check_targets(targets_T, tokens, vocab_size, logits_TVp.device)
     inv_T = inverse_temperature(temperature, tokens, logits_TVp.device)
     shard = VocabShard.of(width, vocab_size=vocab_size, vocab_start=vocab_start, group=group)
-    chosen = _choose(impl, logits_TVp)
-    if chosen == "reference":
-        return reference_token_stats(
-            logits_TVp, targets_T, inv_T, shard, entropy_grad=entropy_grad
-        )
+    if impl == "reference" or (impl == "auto" and logits_TVp.dtype == torch.float64):
+        return reference_token_stats(logits_TVp, targets_T, inv_T, shard, entropy_grad=entropy_grad)
+    engine = choose_engine(impl, logits_TVp.dtype, logits_TVp.device)
     in_place = inplace_backward and not logits_TVp.is_leaf
     return TokenStats(
-        *_TokenStats.apply(logits_TVp, targets_T, inv_T, shard, entropy_grad, need_q, in_place)
+        *_TokenStats.apply(
+            logits_TVp, targets_T, inv_T, shard, engine, entropy_grad, need_q, in_place
+        )
     )
-
-
-def _choose(impl: Implementation, logits_TVp: Tensor) -> str:
-    """Resolve ``auto``."""
-    if impl != "auto":
-        return impl
-    if logits_TVp.dtype == torch.float64:
-        return "reference"
-    return "torch"
 
 
 class _TokenStats(torch.autograd.Function):
@@ -106,19 +93,20 @@ class _TokenStats(torch.autograd.Function):
         targets_T: Tensor,
         inv_T: Tensor,
         shard: VocabShard,
+        engine: Engine,
         entropy_grad: bool,
         need_q: bool,
         in_place: bool,
     ) -> tuple[Tensor, ...]:
-        partial = forward_rows(logits_TVp, targets_T, inv_T, shard, need_q=need_q)
-        stats, state = finish(exchange_partials(partial, inv_T, shard), targets_T, inv_T)
+        partial = engine.partials(logits_TVp, targets_T, inv_T, shard, need_q=need_q)
+        stats, state = engine.finish(exchange_partials(partial, inv_T, shard), targets_T, inv_T)
         detached = [stats.lam, stats.sum_pi2, stats.q]
         if not entropy_grad:
             detached.append(stats.entropy)
         ctx.mark_non_differentiable(*detached)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_TVp, targets_T, inv_T, state.m, state.log_s0, state.mu)
-        ctx.shard, ctx.in_place = shard, in_place
+        ctx.shard, ctx.engine, ctx.in_place = shard, engine, in_place
         return stats.logp, stats.entropy, stats.lam, stats.sum_pi2, stats.q
 
     @staticmethod
@@ -127,7 +115,7 @@ class _TokenStats(torch.autograd.Function):
         logits_TVp, targets_T, inv_T, *state = ctx.saved_tensors
         # detach() shares the version counter: writing here makes a second backward raise.
         grad_TVp = logits_TVp.detach() if ctx.in_place else torch.empty_like(logits_TVp)
-        backward_rows(
+        ctx.engine.gradient(
             logits_TVp.detach(),
             grad_TVp,
             targets_T,
@@ -137,4 +125,4 @@ class _TokenStats(torch.autograd.Function):
             grad_logp_T,
             grad_entropy_T,
         )
-        return grad_TVp, None, None, None, None, None, None
+        return grad_TVp, *(None,) * 7

@@ -34,9 +34,12 @@ def _check_sharded_equals_dense(dtype, per_token_temperature):
     assert forward.bytes_sent == (24 * problem.tokens if ranks > 1 else 0)
     assert backward.calls == []
 
-    assert (got.logp.double() - want["logp"]).abs().le(
-        torch.maximum(torch.tensor(4e-6), ulp(want["logp"]))
-    ).all()
+    assert (
+        (got.logp.double() - want["logp"])
+        .abs()
+        .le(torch.maximum(torch.tensor(4e-6), ulp(want["logp"])))
+        .all()
+    )
     for name in ("entropy", "lam", "sum_pi2", "q"):
         assert (getattr(got, name).double() - want[name]).abs().max() < 4e-6, name
     grad_bound = 2e-6 if dtype is torch.float32 else ulp(want_grad[:, columns], dtype) + 2e-6

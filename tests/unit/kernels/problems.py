@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo  # dispatch modes import it: once here, not in every forked rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,11 +67,11 @@ def dense_stats(problem: Problem, temperature) -> tuple[dict[str, Tensor], Tenso
     keep = (problem.targets >= 0).double()
     stats = {
         "logp": logp * keep,
-        "entropy": entropy * keep,
+        "entropy": entropy,
         "lam": (logp + entropy) * keep,
-        "sum_pi2": pi.square().sum(-1) * keep,
-        "q": (pi.square() * centred).sum(-1) * keep,
-        "q_scale": (pi.square() * centred.abs()).sum(-1) * keep,
+        "sum_pi2": pi.square().sum(-1),
+        "q": (pi.square() * centred).sum(-1),
+        "q_scale": (pi.square() * centred.abs()).sum(-1),
     }
     g, k = problem.g.double()[:, None], problem.k.double()[:, None]
     one_hot = torch.nn.functional.one_hot(y, problem.vocab_size).double()
