@@ -1,0 +1,1 @@
+"""Checkpoints of a whole run, and the policy in Hugging Face format."""

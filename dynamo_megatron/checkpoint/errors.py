@@ -1,0 +1,64 @@
+"""The error of this package, and raising it on every rank."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import CheckpointException
+
+from dynamo_megatron.parallel.errors import PeerError
+from dynamo_megatron.parallel.reduce import raise_together
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or an export that cannot be written or read."""
+
+
+@contextmanager
+def together(doing: str, group: ProcessGroup) -> Iterator[None]:
+    """Run a block on every rank; when it fails on any, raise the same error on all.
+
+    The block itself must not contain a collective that a failing rank would miss.
+
+    Args:
+        doing: what the block does, for the message ("writing /runs/a/step_00000012").
+        group: the ranks that take part.
+
+    Raises:
+        CheckpointError: with the failing rank and its reason, on every rank.
+
+    Collectives on ``group``: 1 MAX; after a failure 2 all-gathers.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it was, the other ranks must hear of it
+        error = _as_checkpoint_error(caught, doing, dist.get_rank(group))
+    try:
+        raise_together(error, phase=doing, group=group)
+    except PeerError as peer:
+        raise CheckpointError(peer.error_text) from None
+
+
+def _as_checkpoint_error(error: Exception, doing: str, rank: int) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    cause: BaseException = error
+    if isinstance(error, CheckpointException) and error.failures:
+        # torch's own collective save or load failed: it has told every rank who and why.
+        rank, (cause, _) = next(iter(error.failures.items()))
+    said = f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, OSError) and cause.errno in _FULL:
+        said += (
+            ". The file system or a quota is full: free some space, lower checkpoint.keep, or "
+            "point run.dir elsewhere. Older checkpoints are untouched"
+        )
+    told = CheckpointError(f"{doing} failed on rank {rank} ({said}).")
+    told.__cause__ = cause
+    return told
