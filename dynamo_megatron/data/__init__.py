@@ -1,0 +1,1 @@
+"""From files and generators to tokenised prompts in a seeded, resumable order."""
