@@ -1,0 +1,1 @@
+"""What a run writes for people: metrics, plots, sampled responses, progress and logs."""

@@ -1,0 +1,93 @@
+"""Where the run stands, for whoever watches it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from dynamo_megatron.protocols import MetricValue
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("pass", "reward/pass_rate", "{:.1%}"),
+    ("entropy", "train/entropy", "{:.3f}"),
+    ("held-out", "eval/pass@1", "{:.1%}"),
+    ("s/step", "time/step", "{:.1f}"),
+)
+
+
+class Progress:
+    """A bar on a terminal; a plain line in the log every few seconds elsewhere.
+
+    Reward, pass rate, entropy, the latest held-out pass@1 and seconds a step stand beside it.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        start_step: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start at ``start_step`` of ``num_steps``.
+
+        Args:
+            num_steps: length of the whole run.
+            start_step: steps done before, by the run this one continues.
+            enabled: False on every rank but 0.
+            stream: where the bar is drawn, stderr by default.
+            interval_s: least time between two plain lines.
+            clock: seconds, monotonic.
+        """
+        stream = sys.stderr if stream is None else stream
+        self._num_steps = num_steps
+        self._enabled = enabled
+        self._interval_s = interval_s
+        self._clock = clock
+        self._started = clock()
+        self._start_step = start_step
+        self._last_line = float("-inf")
+        self._shown: dict[str, str] = {}
+        self._bar = (
+            tqdm(total=num_steps, initial=start_step, unit="step", file=stream, dynamic_ncols=True)
+            if enabled and stream.isatty()
+            else None
+        )
+
+    def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        """Show that ``step`` (from 0) is done."""
+        if not self._enabled:
+            return
+        for label, name, style in _SHOWN:
+            value = metrics.get(name)
+            if value is not None and not isinstance(value, Mapping):
+                self._shown[label] = style.format(float(value))
+        done = step + 1
+        if self._bar is not None:
+            self._bar.set_postfix(self._shown, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif done >= self._num_steps or self._clock() - self._last_line >= self._interval_s:
+            self._last_line = self._clock()
+            logger.info("%s", self._line(done))
+
+    def close(self) -> None:
+        """Leave the bar as it is and go to the next line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, done: int) -> str:
+        values = "".join(f"  {label} {value}" for label, value in self._shown.items())
+        here = done - self._start_step
+        left = (self._clock() - self._started) / here * (self._num_steps - done) if here > 0 else 0
+        return f"step {done}/{self._num_steps}{values}  left {tqdm.format_interval(left)}"
