@@ -171,7 +171,6 @@ class MegatronCheckpointer:
                 f"rank 0 does not see {sorted(absent)[:3]} in {folder}, which another rank wrote: "
                 "the folder is not on a file system that all ranks share. Point run.dir to one."
             )
-        topology = self.policy.topology
         return Manifest(
             format_version=FORMAT_VERSION,
             step=step,
@@ -179,12 +178,7 @@ class MegatronCheckpointer:
             megatron_core=version("megatron-core"),
             torch=torch.__version__,
             fingerprint=self.fingerprint,
-            layout={
-                "tensor": topology.tensor_size,
-                "pipeline": topology.pipeline_size,
-                "data": topology.data_size,
-                "cuda": int(torch.cuda.is_available()),
-            },
+            layout=self._layout(),
             optimizer=optimizer_kind(self.policy.optimizer),
             optimizer_state=with_optimizer,
             scheduler_steps=self.policy.scheduler.num_steps,
@@ -219,7 +213,7 @@ class MegatronCheckpointer:
                 trustworthy. The same on every rank. It says what to do. Policy and optimizer are
                 untouched unless a file of tensors turned out to be unreadable.
         """
-        manifest, trainer = self._open(path)
+        manifest, trainer = self._open(path, weights_only=False)
         with together(f"reading {path}", self._group):
             common = read_common(path)
         read_shards(self.policy, path, common, with_optimizer=manifest.optimizer_state)
@@ -229,7 +223,24 @@ class MegatronCheckpointer:
         self._restore_random_state(path, manifest)
         return json.loads(trainer)
 
-    def _open(self, path: Path) -> tuple[Manifest, bytes]:
+    def load_weights(self, path: Path) -> int:
+        """Restore the weights alone, for evaluation or export; optimizers may differ.
+
+        Afterwards the optimizer holds copies of the old weights: do not train with it.
+
+        Returns:
+            The training steps done at ``path``.
+
+        Raises:
+            CheckpointError: as ``load``.
+        """
+        manifest, _ = self._open(path, weights_only=True)
+        with together(f"reading {path}", self._group):
+            common = read_common(path)
+        read_shards(self.policy, path, common, with_optimizer=False)
+        return manifest.step
+
+    def _open(self, path: Path, *, weights_only: bool) -> tuple[Manifest, bytes]:
         """Check everything that can be checked before anything changes (rank 0, told to all)."""
         marker = trainer = b""
         with together(f"opening {path}", self._group):
@@ -241,21 +252,21 @@ class MegatronCheckpointer:
                     read_common(path)
                 except CheckpointError as error:
                     raise CheckpointError(f"{error}{fallback_advice(path)}") from None
-                self._require_same_model(path, manifest)
+                self._require_same_model(path, manifest, weights_only=weights_only)
                 marker = encode_manifest(manifest)
                 trainer = (path / STATE_FILE).read_bytes()
         marker = broadcast_bytes(marker, src=self._zero, group=self._group)
         trainer = broadcast_bytes(trainer, src=self._zero, group=self._group)
         return decode_manifest(marker, path / MARKER), trainer
 
-    def _require_same_model(self, path: Path, manifest: Manifest) -> None:
+    def _require_same_model(self, path: Path, manifest: Manifest, *, weights_only: bool) -> None:
         if differences := different_keys(manifest.fingerprint, self.fingerprint):
             raise CheckpointError(
                 f"{path} is a checkpoint of another model. {'; '.join(differences)}. Set "
                 "model.* as it was, or point run.dir to a new folder."
             )
         kind = optimizer_kind(self.policy.optimizer)
-        if manifest.optimizer != kind:
+        if manifest.optimizer != kind and not weights_only:
             raise CheckpointError(
                 f"{path} was saved with Megatron-Core's {manifest.optimizer}, this run has "
                 f"{kind}, whose state is laid out differently. Set optimizer.distributed and "
@@ -263,16 +274,10 @@ class MegatronCheckpointer:
             )
 
     def _restore_random_state(self, path: Path, manifest: Manifest) -> None:
-        topology = self.policy.topology
-        layout = {
-            "tensor": topology.tensor_size,
-            "pipeline": topology.pipeline_size,
-            "data": topology.data_size,
-            "cuda": int(torch.cuda.is_available()),
-        }
+        layout = self._layout()
         same = manifest.layout == layout
         with together(f"reading random states of {path}", self._group):
-            file = path / _random_file(topology.rank if same else 0)
+            file = path / _random_file(self.policy.topology.rank if same else 0)
             states = safetensors.torch.load(file.read_bytes())
         if same:
             restore_random_state(states)
@@ -287,6 +292,16 @@ class MegatronCheckpointer:
                 layout,
                 seed,
             )
+
+    def _layout(self) -> dict[str, int]:
+        """What decides how many random states there are, and of which kind."""
+        topology = self.policy.topology
+        return {
+            "tensor": topology.tensor_size,
+            "pipeline": topology.pipeline_size,
+            "data": topology.data_size,
+            "cuda": int(torch.cuda.is_available()),
+        }
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:

@@ -110,7 +110,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """torch's message without its advice to switch the restriction off."""
+    """The message of torch without its advice to switch the restriction off."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (named or lines or [type(error).__name__])[0]
