@@ -1,5 +1,15 @@
-"""Before any test module is imported: let megatron-core run on this host."""
+"""One import of Megatron-Core for all tests; forked ranks inherit it."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
 
 import megatron_patches
 
+# Forking after OpenMP has run several threads can hang the child.
+torch.set_num_threads(1)
 megatron_patches.apply()

@@ -167,7 +167,7 @@ def _batches_of_equal_width(boundaries: list[int]) -> list[tuple[int, int, Tenso
     length_N = torch.tensor(boundaries).diff()
     width_N = (length_N + _WIDTH_STEP - 1) // _WIDTH_STEP * _WIDTH_STEP
     batches = []
-    for width in width_N[length_N > 0].unique().tolist():
+    for width in width_N.unique().tolist():
         members = (width_N == width).nonzero().flatten()
         offset = torch.arange(width)
         is_token = (offset < length_N[members, None]).flatten()

@@ -3,8 +3,8 @@
 Who divides by what:
 
 * The loss function returns the 3-tuple (sum of the token losses of this micro-batch, its number of
-  response tokens, report). With ``calculate_per_token_loss=True`` the pipeline schedule then divides
-  by nothing: neither by the tokens of the micro-batch nor by the number of micro-batches
+  response tokens, report). With ``calculate_per_token_loss=True`` the pipeline schedule then
+  divides by nothing: neither by the tokens of the micro-batch nor by the number of micro-batches
   (megatron-core 0.16.1, ``pipeline_parallel.schedules.forward_step_calc_loss``), and
   DistributedDataParallel sums the gradients over data-parallel ranks without averaging.
 * ``finalize_model_grads`` sums the token counts over micro-batches and data-parallel ranks, and
@@ -136,7 +136,7 @@ def policy_loss_sum(
     settings: LossSettings,
     modulate: Modulate | None,
 ) -> tuple[Tensor, LossReport]:
-    """Sum of the token losses of a micro-batch (a graph even when there is no token) and a report."""
+    """Sum of a micro-batch's token losses (a graph even when there is no token) and a report."""
     device = stats.logp.device
     advantages = tokens.advantages[token_index].to(device)
     old_logp = tokens.old_logp[token_index].to(device)

@@ -156,6 +156,7 @@ def transformer_config(
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         gradient_accumulation_fusion=False,
+        cuda_graph_scope=[],
         **recompute_arguments,
     )
 

@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed first, then Megatron-Core's tensor, pipeline and data groups."""
+"""Process groups: torch.distributed's, then Megatron-Core's tensor, pipeline and data groups."""
 
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ def init_torch_distributed(timeout_s: float = 1800.0) -> None:
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_s)
+    # Megatron-Core overlaps tensor-parallel communication with computation only in this order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

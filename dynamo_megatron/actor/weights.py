@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from dynamo_megatron.actor.topology import Topology
@@ -68,6 +69,7 @@ def load_hf_weights(
             part = _read_shard(reader, entry, arch, topology, targets[0].shape)
         for target in targets:
             target.copy_(part.to(target.dtype))
+            _mark_split(target, entry.kind)
             loaded.add(id(target))
     missed = [name for name, p in parameters.items() if id(p) not in loaded]
     surplus = reader.names() - expected - ({"lm_head.weight"} if arch.tied else set())
@@ -76,6 +78,17 @@ def load_hf_weights(
             f"{reader.model_dir}: parameters without a tensor: {missed or 'none'}; tensors without "
             f"a parameter: {sorted(surplus) or 'none'}. The weights do not belong to config.json."
         )
+
+
+def _mark_split(parameter: nn.Parameter, kind: Kind) -> None:
+    """Say that the tensor ranks hold different parts of this parameter.
+
+    Megatron-Core says so only while it initialises weights, which is switched off here. Without the
+    mark its gradient norm counts rank 0's part alone and takes the others for copies.
+    """
+    if kind is not Kind.COPY and not hasattr(parameter, "tensor_model_parallel"):
+        dim = 1 if kind is Kind.INPUT_SPLIT else 0
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
 def _tied_copy(entry: Entry, arch: Architecture, topology: Topology) -> bool:
