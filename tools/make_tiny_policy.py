@@ -43,7 +43,7 @@ from dynamo_megatron.data.arithmetic import (
 
 DEFAULT_OUT = Path(__file__).parents[1] / "dynamo_megatron" / "assets" / "tiny_policy"
 
-SLIP_RATE = 0.45
+SLIP_RATE = 0.5
 NUM_STEPS = 3000
 BATCH_SIZE = 64
 PEAK_LR = 3e-3
@@ -292,7 +292,7 @@ def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     for low, high in ((0, 0), (1, 4), (5, 8), (9, 12), (13, 15), (16, 16)):
         share = sum(low <= count <= high for count in passes) / num_problems
         print(f"  {low:2d} to {high:2d}  {share:6.1%}  {'#' * round(share * 60)}")
-    for num_terms in (2, 3, 4):
+    for num_terms in (3, 4):
         counts = [c for p, c in zip(problems, passes, strict=True) if p.num_terms == num_terms]
         print(f"  {num_terms} terms: {sum(counts) / (16 * len(counts)):6.1%} of {len(counts)}")
     for num_carries in range(5):

@@ -1,7 +1,7 @@
 """Generated addition and subtraction chains with exactly known answers.
 
 The task a run can train on without any download: ``Compute 385+47-29``, answered by
-``Answer: 403``. Problems have 2 to 4 terms of 1 to 3 digits, so that one policy meets easy and
+``Answer: 403``. Problems have 3 or 4 terms of 1 to 3 digits, so that one policy meets easy and
 hard ones in the same batch. Every partial sum lies in 0..999, which bounds a worked solution
 (one line a step) to a few dozen characters.
 
@@ -21,10 +21,9 @@ Split = Literal["train", "heldout"]
 MAX_PARTIAL_SUM = 999
 """Largest partial sum, and so the largest answer."""
 
-_TERM_COUNTS = (2, 3, 4)
-_TERM_COUNT_WEIGHTS = (1, 2, 3)
+_TERM_COUNTS = (3, 4)
 _DIGIT_COUNTS = (1, 2, 3)
-_DIGIT_COUNT_WEIGHTS = (1, 2, 1)
+_DIGIT_COUNT_WEIGHTS = (1, 3, 2)
 _HELDOUT_ONE_IN = 4
 _MAX_CONSECUTIVE_REJECTIONS = 20_000
 
@@ -45,7 +44,7 @@ class ArithmeticProblem:
 
     @property
     def num_terms(self) -> int:
-        """Number of terms, 2 to 4: one more than the steps of a worked solution."""
+        """Number of terms, 3 or 4: one more than the steps of a worked solution."""
         return len(self.operands)
 
     @property
@@ -133,7 +132,7 @@ def arithmetic_problems(
 
 def _draw(rng: random.Random) -> ArithmeticProblem:
     """Draw one problem of either split."""
-    (num_terms,) = rng.choices(_TERM_COUNTS, _TERM_COUNT_WEIGHTS)
+    num_terms = rng.choice(_TERM_COUNTS)
     operands = [_draw_operand(rng)]
     total = operands[0]
     while len(operands) < num_terms:
