@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -117,7 +117,8 @@ def _parse(path: Path, text: str) -> tuple[DictConfig, yaml.Node | None]:
                 f"{path} is not a mapping of sections. A configuration starts with sections such "
                 "as 'run:', 'model:' and 'data:'."
             )
-        return OmegaConf.create(text), root
+        # A mapping or nothing makes a DictConfig; no annotation of OmegaConf says so.
+        return cast(DictConfig, OmegaConf.create(text)), root
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}" if mark else ""
@@ -159,6 +160,7 @@ def _apply(merged: DictConfig, override: str) -> str | None:
 def _resolve(path: Path, merged: DictConfig) -> dict[str, Any]:
     try:
         data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        return cast(dict[str, Any], data)
     except MissingMandatoryValue as error:
         problem = f"{error.full_key}: stands as ???, a value to be given. Set {error.full_key}=..."
         raise ConfigError(_report(path, [problem])) from None
@@ -168,7 +170,6 @@ def _resolve(path: Path, merged: DictConfig) -> dict[str, Any]:
             "path, ${run.dir}, or the environment, ${oc.env:NAME}."
         )
         raise ConfigError(_report(path, [problem])) from None
-    return data
 
 
 def _report(path: Path, problems: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from dynamo_megatron.observe.sinks import METRICS_NAME, read_metrics
 PLOTS_NAME = "plots"
 """The pictures' folder in a run's folder."""
 
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11.5,
     "axes.titleweight": "bold",

@@ -50,7 +50,7 @@ class Progress:
             interval_s: least time between two plain lines.
             clock: seconds, monotonic.
         """
-        stream = sys.stderr if stream is None else stream
+        out: TextIO = stream or sys.stderr
         self._num_steps = num_steps
         self._enabled = enabled
         self._interval_s = interval_s
@@ -60,8 +60,8 @@ class Progress:
         self._last_line = float("-inf")
         self._shown: dict[str, str] = {}
         self._bar = (
-            tqdm(total=num_steps, initial=start_step, unit="step", file=stream, dynamic_ncols=True)
-            if enabled and stream.isatty()
+            tqdm(total=num_steps, initial=start_step, unit="step", file=out, dynamic_ncols=True)
+            if enabled and out.isatty()
             else None
         )
 

@@ -52,7 +52,8 @@ class JsonlSink:
                 f"{self._path}: step {step} was written after step {self._last_step}; each step "
                 "is one line and steps ascend. Collect all metrics of a step and write them once."
             )
-        row = {"step": step, **{name: json_value(value) for name, value in metrics.items()}}
+        values = {name: json_value(value) for name, value in metrics.items() if name != "step"}
+        row = {"step": step} | values
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         self._last_step = step

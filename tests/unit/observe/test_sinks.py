@@ -55,7 +55,7 @@ def test_non_finite_values_are_valid_json_and_come_back(tmp_path: Path):
 def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)
-    sink.write(0, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": True, "d": 7})
+    sink.write(0, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": True, "d": 7, "step": 0.0})
     sink.close()
     assert path.read_text() == '{"step": 0, "a": 0.5, "b": 0.25, "c": 1, "d": 7}\n'
 
