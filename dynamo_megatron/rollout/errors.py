@@ -1,0 +1,11 @@
+"""What can go wrong between the policy and its samples."""
+
+from __future__ import annotations
+
+
+class RolloutError(RuntimeError):
+    """The engine cannot return what was asked for, from the weights that were asked for."""
+
+
+class SamplerMismatchError(RuntimeError):
+    """The sampler and the trainer give the same tokens different log-probabilities."""
