@@ -92,6 +92,8 @@ def token_stats_linear(
             f"hidden {list(hidden_Sd.shape)} {hidden_Sd.dtype} does not fit weight "
             f"{list(weight_Vpd.shape)} {weight_Vpd.dtype}: both need the same d and dtype."
         )
+    if token_chunk is not None and token_chunk < 1:
+        raise ValueError(f"token_chunk must be at least 1, got {token_chunk}; None chooses it.")
     shard = VocabShard.of(width, vocab_size=vocab_size, vocab_start=vocab_start, group=group)
     held = hidden_Sd.shape[0] * (shard.ranks if sequence_parallel else 1)
     tokens = held if rows_T is None else rows_T.shape[0]

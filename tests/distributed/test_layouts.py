@@ -29,13 +29,17 @@ LAYOUTS = {
     "tp4+sp": Layout(tensor=4, sequence=True),
     "tp2xdp2": Layout(tensor=2, data=2),
 }
+# Tying matters where a pipeline holds the matrix twice, and where it is split.
+CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name in ("tp2", "pp2", "tp2xpp2")]
 MICRO_BATCHES = (1, 2, 4)
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def model_dir(request, tmp_path_factory):
-    return write_qwen3(tmp_path_factory.mktemp("qwen3"), tied=request.param)
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory):
+    return {
+        tied: write_qwen3(tmp_path_factory.mktemp("qwen3"), tied=tied) for tied in (False, True)
+    }
 
 
 def _one_step(model_dir, layout: Layout, micro_batch: int | None, *, dynamo: bool):
@@ -77,24 +81,25 @@ def _combinations():
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir):
-    """One rank, all sequences in as few rows as fit."""
+def references(model_dirs):
+    """One rank, all sequences in as few rows as fit; by (tied, dynamo)."""
 
     def work():
         return {
-            dynamo: (
+            (tied, dynamo): (
                 _one_step(model_dir, Layout(), None, dynamo=dynamo),
                 _three_adamw_steps(model_dir, Layout(), None, dynamo=dynamo),
             )
+            for tied, model_dir in model_dirs.items()
             for dynamo in (False, True)
         }
 
     return run_on_ranks(work, 1)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_and_micro_batches_change_nothing(name, model_dir, reference):
-    layout = LAYOUTS[name]
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_layout_and_micro_batches_change_nothing(name, tied, model_dirs, references):
+    layout, model_dir = LAYOUTS[name], model_dirs[tied]
 
     def work():
         return {
@@ -107,7 +112,7 @@ def test_layout_and_micro_batches_change_nothing(name, model_dir, reference):
 
     by_rank = run_on_ranks(work, layout.world_size, timeout=180)
     for key in _combinations():
-        want, (want_change, want_losses) = reference[key[1]]
+        want, (want_change, want_losses) = references[tied, key[1]]
         owned = torch.stack([ranks[key][0]["owned"] for ranks in by_rank])
         assert owned.any(dim=0).all(), "every response token has an owner"
         for ranks in by_rank:

@@ -4,9 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamo_megatron.kernels import token_stats
+from dynamo_megatron.kernels import shard, token_stats
 from tests.ranks import run_on_ranks
-from tests.unit.kernels.problems import CollectiveCounter, dense_stats, hostile_problem, ulp
+from tests.unit.kernels.problems import (
+    CollectiveCounter,
+    Problem,
+    dense_stats,
+    hostile_problem,
+    ulp,
+)
 
 FIELDS = ("logp", "entropy", "lam", "sum_pi2", "q")
 
@@ -57,6 +63,59 @@ def test_sharded_stats_and_gradients_equal_dense_float64(ranks, dtype, per_token
     by_rank = run_on_ranks(_check_sharded_equals_dense, ranks, dtype, per_token_temperature)
     for stats in by_rank[1:]:
         assert torch.equal(stats, by_rank[0])
+
+
+def _check_two_calls(monkeypatch):
+    monkeypatch.setattr(shard, "CALL_SECONDS", 0.0)  # every token count is above the break-even
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    problem = hostile_problem(ranks=ranks, dtype=torch.float32)
+    want, want_grad = dense_stats(problem, 0.7)
+    width = problem.logits.shape[1] // ranks
+    columns = slice(rank * width, (rank + 1) * width)
+    leaf = problem.logits[:, columns].clone().requires_grad_()
+    with CollectiveCounter() as counter:
+        got = token_stats(
+            leaf * 1,
+            problem.targets,
+            temperature=0.7,
+            vocab_size=problem.vocab_size,
+            group=dist.group.WORLD,
+        )
+    assert counter.calls == ["allreduce_", "allreduce_"]
+    assert counter.bytes_sent == 24 * problem.tokens
+    (got.logp * problem.g + got.entropy * problem.k).sum().backward()
+    assert counter.calls == ["allreduce_", "allreduce_"]
+    for name in FIELDS:
+        bound = torch.maximum(torch.tensor(4e-6), 2 * ulp(want[name]))
+        assert (getattr(got, name).double() - want[name]).abs().le(bound).all(), name
+    assert (leaf.grad.double() - want_grad[:, columns]).abs().max() < 2e-6
+    return torch.stack([getattr(got, name).detach() for name in FIELDS])
+
+
+def test_above_the_break_even_a_maximum_and_a_sum_give_the_same_statistics(monkeypatch):
+    by_rank = run_on_ranks(_check_two_calls, 4, monkeypatch)
+    for stats in by_rank[1:]:
+        assert torch.equal(stats, by_rank[0])
+
+
+def _check_nothing_but_padding():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    width, vocab_size = 10, 15  # ranks 2 and 3 hold no id at all
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, ranks * width, generator=generator)
+    logits[:, vocab_size:] = 60.0
+    targets, ones = torch.tensor([0, 9, 14]), torch.ones(3)
+    want, want_grad = dense_stats(Problem(logits, targets, vocab_size, ones, ones), 1.0)
+    columns = slice(rank * width, (rank + 1) * width)
+    leaf = logits[:, columns].clone().requires_grad_()
+    got = token_stats(leaf * 1, targets, vocab_size=vocab_size, group=dist.group.WORLD)
+    (got.logp + got.entropy).sum().backward()
+    torch.testing.assert_close(got.q.double(), want["q"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), want_grad[:, columns], rtol=0, atol=1e-6)
+
+
+def test_a_rank_that_holds_only_padding_takes_part():
+    run_on_ranks(_check_nothing_but_padding, 4)
 
 
 def _check_empty():

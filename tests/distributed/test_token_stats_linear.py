@@ -103,3 +103,90 @@ def _check_equal_to_logits_variant(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_head_equals_the_head_followed_by_token_stats(dtype):
     run_on_ranks(_check_equal_to_logits_variant, 2, dtype)
+
+
+def _check_no_tokens_and_empty_shards(sequence_parallel):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    hidden = torch.ones(4 // ranks if sequence_parallel else 4, 3, requires_grad=True)
+    weight = torch.ones(10, 3, requires_grad=True)  # rank 1 holds no id
+    for rows in (torch.zeros(0, dtype=torch.int64), torch.tensor([1, 3])):
+        got = token_stats_linear(
+            hidden,
+            weight,
+            torch.zeros(rows.numel(), dtype=torch.int64),
+            vocab_size=10,
+            group=dist.group.WORLD,
+            rows_T=rows,
+            sequence_parallel=sequence_parallel,
+        )
+        got.logp.sum().backward()
+    torch.testing.assert_close(got.entropy.detach(), torch.tensor([10.0, 10.0]).log())
+    # Equal columns: the hidden gradients cancel, those of the weight are x (1{0} - pi).
+    torch.testing.assert_close(hidden.grad, torch.zeros_like(hidden), rtol=0, atol=1e-6)
+    want = torch.full((10, 3), -0.2)
+    want[0] += 2.0
+    torch.testing.assert_close(weight.grad, want if rank == 0 else torch.zeros(10, 3))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_no_tokens_and_ranks_without_ids_take_part(sequence_parallel):
+    run_on_ranks(_check_no_tokens_and_empty_shards, 2, sequence_parallel)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden = torch.randn(5, D)
+    weight = torch.randn(30, D, requires_grad=True)
+    targets = torch.arange(5)
+    token_stats_linear(hidden, weight, targets, vocab_size=30).logp.sum().backward()
+    frozen = hidden.clone().requires_grad_()
+    token_stats_linear(frozen, weight.detach(), targets, vocab_size=30).logp.sum().backward()
+    assert hidden.grad is None
+    z = hidden @ weight.detach().t()
+    grad_z = torch.nn.functional.one_hot(targets, 30) - z.softmax(-1)
+    torch.testing.assert_close(weight.grad, grad_z.t() @ hidden)
+    torch.testing.assert_close(frozen.grad, grad_z @ weight.detach())
+    with torch.no_grad():
+        assert token_stats_linear(hidden, weight, targets, vocab_size=30).logp.grad_fn is None
+
+
+def test_megatrons_hook_adds_a_tied_embeddings_gradient_once_and_ours_once():
+    # The hook of Megatron's DistributedDataParallel: add .grad to main_grad, then drop it. Ours is
+    # in main_grad already; autograd hands over the embedding's, whichever way the flag stands.
+    embedding = torch.randn(12, D, requires_grad=True)
+    tokens, targets = torch.tensor([3, 7, 3]), torch.tensor([7, 3, 1])
+
+    def loss():
+        stats = token_stats_linear(embedding[tokens], embedding, targets, vocab_size=12)
+        return stats.logp.sum()
+
+    (want,) = torch.autograd.grad(loss(), embedding)
+    embedding.main_grad = torch.zeros(12, D)
+    embedding.grad_added_to_main_grad = False
+    for _ in range(2):  # two micro-batches
+        loss().backward()
+        if not embedding.grad_added_to_main_grad:
+            embedding.main_grad.add_(embedding.grad)
+        embedding.grad = None
+    torch.testing.assert_close(embedding.main_grad, 2 * want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_Vpd": torch.zeros(9, 5)}, "does not fit weight \\[9, 5\\]"),
+        ({"weight_Vpd": torch.zeros(9, 4).bfloat16()}, "same d and dtype"),
+        ({"hidden_Sd": torch.zeros(4, 3).t()}, "hidden .* has strides"),
+        ({"targets_T": torch.tensor([0, 1])}, "targets must be \\[3\\] int64"),
+        ({"token_chunk": 0}, "token_chunk must be at least 1, got 0"),
+        ({"impl": "reference"}, "impl='reference' is not available"),
+    ],
+)
+def test_bad_input_is_refused_with_its_values(change, message):
+    arguments = {
+        "hidden_Sd": torch.zeros(3, 4),
+        "weight_Vpd": torch.zeros(9, 4),
+        "targets_T": torch.tensor([0, 1, 2]),
+        "vocab_size": 9,
+    }
+    with pytest.raises(ValueError, match=message):
+        token_stats_linear(**(arguments | change))
