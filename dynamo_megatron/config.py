@@ -62,6 +62,8 @@ class ParallelConfig(Section):
     context: Positive = 1
     virtual_pipeline: Positive = 1
     """Model chunks a pipeline rank holds (interleaved schedule) when above 1."""
+    vocab_multiple: Positive = 128
+    """The vocabulary is padded to a multiple of this on every tensor rank."""
 
     @model_validator(mode="after")
     def _combination(self) -> ParallelConfig:
@@ -190,6 +192,16 @@ class ModulationConfig(Section):
     change: Literal["exact", "seq_mean"] = "exact"
     """``seq_mean`` is the authors' code's stand-in for the expected term, for comparison only."""
 
+    @model_validator(mode="after")
+    def _stand_in(self) -> ModulationConfig:
+        if self.change == "seq_mean" and self.stats == "current":
+            raise ValueError(
+                "algorithm.modulation.change=seq_mean with stats=current: the stand-in averages over "
+                "a sequence, and at each update only the exact term is at hand. Set "
+                "algorithm.modulation.stats=old."
+            )
+        return self
+
 
 class ClipConfig(Section):
     """Clipping of the policy ratio."""
@@ -247,6 +259,8 @@ class RolloutConfig(Section):
     max_tokens: Positive = 1024
     batch_size: Positive = 256
     """Sequences generated together by the embedded engine."""
+    threads: Positive | None = None
+    """CPU threads while rank 0 generates and the other ranks wait; null: all cores."""
     gate_tolerance: Annotated[float, Field(gt=0.0)] = 1e-3
     """Largest |sampler logp - trainer logp| at the first step; above it the run stops."""
 

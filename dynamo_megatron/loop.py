@@ -13,22 +13,22 @@ from torch.distributed import ProcessGroup
 
 from dynamo_megatron.actor.forward_step import TokenInputs
 from dynamo_megatron.actor.policy import MegatronPolicy
-from dynamo_megatron.batching.pack import pack
+from dynamo_megatron.batching.pack import kept_rollouts, pack
 from dynamo_megatron.batching.split import RowLimits, plan_mini_batches
 from dynamo_megatron.config import Config
-from dynamo_megatron.evaluate.heldout import HeldoutResult
-from dynamo_megatron.heldout_stage import HeldoutStage
+from dynamo_megatron.load_config import to_yaml
 from dynamo_megatron.parallel.digest import require_agreement
 from dynamo_megatron.parallel.reduce import raise_together
-from dynamo_megatron.protocols import Checkpointer, PromptSource
+from dynamo_megatron.protocols import Checkpointer, MetricValue, PromptSource
 from dynamo_megatron.recorder import Recorder
 from dynamo_megatron.reward.shuffle import shuffled_rewards
+from dynamo_megatron.rollout.errors import SamplerMismatchError
 from dynamo_megatron.rollout.gate import check_sampler_agreement
 from dynamo_megatron.signals import StopRequested, StopSignal
 from dynamo_megatron.stages.advantages import num_zero_groups, rollout_advantages
 from dynamo_megatron.stages.allocation import num_cold, observed
+from dynamo_megatron.stages.heldout import HeldoutStage
 from dynamo_megatron.stages.metrics import (
-    MetricValue,
     rollout_metrics,
     step_counters,
     token_metrics,
@@ -41,7 +41,6 @@ from dynamo_megatron.stopwatch import Stopwatch
 from dynamo_megatron.types import (
     DataCursor,
     GroupSizes,
-
     OwnedStats,
     Prompt,
     RolloutGroup,
@@ -67,30 +66,32 @@ class Parts:
     group: ProcessGroup
 
 
-def train(parts: Parts, state: LoopState) -> LoopState:
+def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> LoopState:
     """Run from ``state`` to the configured number of steps, or until SIGTERM.
 
-    Collective. Evaluates at the start and the end, and saves when due.
+    Collective. Evaluates at the start, at the end and in between as configured, and saves when due.
+
+    Args:
+        parts: of the run.
+        state: where to start.
+        saved_step: the step of which a checkpoint exists already.
     """
-    config, saved = parts.config, None
-    first = state.step
+    num_steps, first = parts.config.run.num_steps, state.step
     try:
-        while state.step < config.run.num_steps:
-            if _evaluation_due(config, state.step):
-                evaluate(parts, state.step)
+        state = evaluate_if_due(parts, state)
+        while state.step < num_steps:
             state = train_step(parts, state, gate=state.step == first)
-            if _save_due(config, state.step):
-                saved = save(parts, state)
+            state = evaluate_if_due(parts, state)
+            if _save_due(parts.config, state.step):
+                saved_step = save(parts, state)
             parts.stop.check(parts.group)
-        if not parts.heldout.done(state.step):
-            evaluate(parts, state.step)
     except StopRequested:
         logger.warning(
             "stopping on SIGTERM after %d of %d steps; go on with run.resume=if_present",
             state.step,
-            config.run.num_steps,
+            num_steps,
         )
-    if saved != state.step and state.step > first:
+    if saved_step != state.step:
         save(parts, state)
     return state
 
@@ -104,9 +105,7 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
     prompts, cursor = parts.prompts.take(config.data.prompts_per_step, state.cursor)
     priorities = state.history if algorithm.allocation.refresh == "step" else state.epoch_history
     sizes = parts.tier.allocate(prompts, priorities, algorithm.allocation)
-    require_agreement(
-        _plan_digests(state, prompts, sizes), step=state.step, group=parts.group
-    )
+    require_agreement(_plan_digests(state, prompts, sizes), step=state.step, group=parts.group)
     with clock("rollout"):
         groups = parts.tier.sample(prompts, sizes, step=state.step)
     parts.stop.check(parts.group)
@@ -124,7 +123,7 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
         old = parts.policy.token_stats(batch, plan)
         reference = parts.policy.reference_logp(batch, plan)
     if gate:
-        check_gate(parts, batch, old, prompts, state.step)
+        check_gate(parts, batch, old, scored, state.step)
     modulated = modulate_batch(
         batch, plan, old, algorithm.modulation, algorithm.clip, group=parts.group
     )
@@ -174,41 +173,47 @@ def _advanced(state, cursor: DataCursor, groups, config: Config, counted) -> Loo
 
 
 def check_gate(
-    parts: Parts, batch: TrainBatch, old: OwnedStats, prompts: Sequence[Prompt], step: int
+    parts: Parts, batch: TrainBatch, old: OwnedStats, groups: Sequence[RolloutGroup], step: int
 ) -> None:
     """Stop before the first update when sampler and trainer disagree about the same tokens.
 
     Each rank checks the tokens it owns; a failure is raised on all.
     """
+    kept = kept_rollouts(groups, mask_truncated=parts.config.algorithm.advantage.mask_truncated)
     failure = None
     try:
         check_sampler_agreement(
-            batch, old, prompts, tolerance=parts.config.rollout.gate_tolerance, step=step
+            old.stats.logp,
+            batch.sampler_logp,
+            response_offsets=batch.response_offsets,
+            prompt_ids=[groups[g].prompt.id for g, _ in kept],
+            rollout_indices=[k for _, k in kept],
+            tolerance=parts.config.rollout.gate_tolerance,
+            step=step,
+            compared_T=old.owned,
         )
-    except ValueError as error:
+    except SamplerMismatchError as error:
         failure = error
     raise_together(failure, phase="compare sampler and trainer", group=parts.group)
 
 
-def evaluate(parts: Parts, step: int) -> HeldoutResult | None:
-    """Held-out pass@1 of the policy as it is."""
-    if not parts.heldout.prompts:
-        return None
+def evaluate_if_due(parts: Parts, state: LoopState) -> LoopState:
+    """Held-out pass@1 of the policy as it is, unless it was measured before."""
+    config, step = parts.config, state.step
+    every = config.evaluation.every
+    due = step in (0, config.run.num_steps) or (every > 0 and step % every == 0)
+    if not due or not parts.heldout.prompts or state.evaluated(step):
+        return state
     parts.tier.load_weights(parts.policy.weights(), version=step)
     result = parts.heldout.run(parts.tier, step)
     parts.recorder.evaluation(result)
-    return result
+    return replace(state, evaluations=(*state.evaluations, result))
 
 
 def save(parts: Parts, state: LoopState) -> int:
     """Write a checkpoint; returns the step it is of."""
-    parts.checkpointer.save(state.step, state.to_json())
+    parts.checkpointer.save(state.step, state.to_json(), to_yaml(parts.config))
     return state.step
-
-
-def _evaluation_due(config: Config, step: int) -> bool:
-    every = config.evaluation.every
-    return step == 0 or (every > 0 and step % every == 0)
 
 
 def _save_due(config: Config, step: int) -> bool:
@@ -216,9 +221,7 @@ def _save_due(config: Config, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _plan_digests(
-    state: LoopState, prompts: Sequence[Prompt], sizes: GroupSizes
-) -> dict[str, str]:
+def _plan_digests(state: LoopState, prompts: Sequence[Prompt], sizes: GroupSizes) -> dict[str, str]:
     return {
         "step": str(state.step),
         "prompts": _sha256([prompt.id for prompt in prompts]),
@@ -240,5 +243,3 @@ def _control_groups(
     return [
         replace(group, verdicts=tuple(next(shuffled) for _ in group.verdicts)) for group in groups
     ]
-
-

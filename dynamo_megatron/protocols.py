@@ -126,7 +126,7 @@ class MetricsSink(Protocol):
 class Checkpointer(Protocol):
     """Saves and restores the whole run. Collective."""
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], resolved_config: str | None = None) -> Path:
         """Write a checkpoint; its completion marker comes last."""
         ...
 

@@ -175,8 +175,8 @@ class TrainBatch:
     """The sequences of one step, flat and ragged. Equal on every rank.
 
     Sequence s owns ``tokens[token_offsets[s]:token_offsets[s + 1]]`` (prompt, then response) and
-    the response tokens ``response_offsets[s]:response_offsets[s + 1]`` of every [T] tensor. Rollouts
-    whose verification failed are not in it; every response token in it counts in the loss.
+    the response tokens ``response_offsets[s]:response_offsets[s + 1]`` of every [T] tensor.
+    Rollouts whose verification failed are not in it; every response token in it counts in the loss.
 
     Attributes:
         tokens: [N] int64, prompt and response ids of each sequence.

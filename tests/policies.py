@@ -94,7 +94,9 @@ def optimizer_settings(name: str = "sgd", **changes) -> OptimizerSettings:
         "weight_decay": 0.0 if name == "sgd" else 0.1,
         "beta1": 0.9,
         "beta2": 0.95,
-        "epsilon": 1e-8,
+        # Adam's first step is the sign of the gradient. With 1e-8 an entry whose gradient is
+        # rounding noise would move by a whole step in either direction.
+        "epsilon": 1e-6,
         "clip_grad": 0.0 if name == "sgd" else 1.0,
         "distributed": False,
     }

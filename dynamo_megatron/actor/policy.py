@@ -110,6 +110,11 @@ class MegatronPolicy:
         if settings.loss.kl_coefficient > 0:
             self._reference = [p.detach().clone() for p in module.parameters()]
 
+    @property
+    def reports_tokens(self) -> bool:
+        """Among the ranks that own the same tokens, this one counts them in metrics."""
+        return self.topology.last_stage and self.topology.tensor_rank == 0
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights under Hugging Face names; every rank must exhaust the stream."""
         return export_hf_weights(
@@ -198,7 +203,7 @@ class MegatronPolicy:
         """Sums and largest ratio over all ranks; tensor ranks hold the same and count once."""
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
         ratio_max = torch.zeros(1, dtype=torch.float64)
-        if self.topology.last_stage and self.topology.tensor_rank == 0:
+        if self.reports_tokens:
             for report in reports:
                 sums += report.sums.cpu()
                 ratio_max = torch.maximum(ratio_max, report.ratio_max.double().cpu())

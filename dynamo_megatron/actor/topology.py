@@ -70,25 +70,33 @@ def check_layout(*, tensor: int, pipeline: int, world_size: int) -> None:
         )
 
 
-def init_torch_distributed(timeout_s: float = 1800.0) -> None:
+def init_torch_distributed(timeout_s: float = 1800.0) -> dist.Store:
     """Join the process group: NCCL where CUDA is available, gloo elsewhere.
 
     Without torchrun's environment variables a group of one is made, over an unused local port.
+
+    Returns:
+        The store at which the ranks met.
     """
-    if dist.is_initialized():
-        return
-    timeout = datetime.timedelta(seconds=timeout_s)
     # Megatron-Core overlaps tensor-parallel communication with computation only in this order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     else:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        rank, world_size = 0, 1
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    return store
 
 
 def init_topology(*, tensor: int, pipeline: int, seed: int) -> Topology:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamo_megatron.parallel.reduce import all_reduce_max, all_reduce_sum
+from dynamo_megatron.protocols import MetricValue
 from dynamo_megatron.stages.modulation import ModulatedBatch
 from dynamo_megatron.types import (
     Counters,
@@ -20,8 +21,6 @@ from dynamo_megatron.types import (
     TrainBatch,
     UpdateStats,
 )
-
-MetricValue = float | Mapping[str, int]
 
 DAMPED_BELOW = 0.99
 """A token counts as damped when its stabilisation factor is under this."""

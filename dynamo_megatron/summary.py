@@ -1,0 +1,49 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dynamo_megatron.state import LoopState
+
+
+def summarize(run_dir: Path, state: LoopState, *, num_steps: int, export: Path | None) -> str:
+    """Held-out pass@1 before and after, what was left out, where the files are, what to do next."""
+    lines = [f"{state.step} of {num_steps} steps done."]
+    if state.evaluations:
+        first, last = state.evaluations[0], state.evaluations[-1]
+        lines.append("held-out pass@1 (95 % interval):")
+        for result in (first, last) if last.step != first.step else (first,):
+            lines.append(
+                f"  after {result.step:4d} steps  {100 * result.pass_at_1:5.1f} %  "
+                f"({100 * result.low:.1f} to {100 * result.high:.1f}, {result.num_problems} "
+                f"problems, right format {100 * result.format_rate:.1f} %)"
+            )
+    counters = state.counters
+    lines += [
+        f"left out or lost: {counters.truncated} truncated responses (scored as they stand), "
+        f"{counters.verifier_failures} failed verifications, {counters.skipped_updates} updates "
+        f"with non-finite gradients, {counters.skipped_steps} steps without a verified response",
+        "files:",
+        f"  {run_dir / 'plots' / 'overview.png'}",
+        f"  {run_dir / 'metrics.jsonl'}, {run_dir / 'tensorboard'}",
+        f"  {run_dir / 'generations' / 'generations.md'}, {run_dir / 'evaluations'}",
+        f"  {run_dir / 'checkpoints'}, {run_dir / 'config.yaml'}",
+    ]
+    if export is not None:
+        lines.append(f"  {export}  (Hugging Face format)")
+    lines += ["next:", *_next_steps(run_dir, state, num_steps, export)]
+    return "\n".join(lines)
+
+
+def _next_steps(run_dir: Path, state: LoopState, num_steps: int, export: Path | None) -> list[str]:
+    if state.step < num_steps:
+        return ["  the same command with run.resume=if_present goes on from here"]
+    longer = (
+        f"  go on training:  dynamo-megatron train --config {run_dir / 'config.yaml'} "
+        f"run.resume=if_present run.num_steps={2 * num_steps}   (under torchrun for several ranks)"
+    )
+    if export is None:
+        return [longer]
+    load = f"AutoModelForCausalLM.from_pretrained('{export}')"
+    return [longer, f"  use the policy:  transformers.{load}"]

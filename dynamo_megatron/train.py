@@ -1,0 +1,174 @@
+"""``python -m dynamo_megatron.train --config FILE [a.b=value ...]``, alone or under torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamo_megatron.cli import config_from_arguments
+from dynamo_megatron.config import Config
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1
+"""Exit code of a run that ended with an error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one training from the command line.
+
+    Returns:
+        0 when the run is done (or stopped on SIGTERM with a checkpoint), 1 after an error. Errors
+        that a user can do something about are one message; others come with a traceback.
+    """
+    config = config_from_arguments(argv)
+    # Torch and Megatron-Core take seconds to import; a typo is answered before that.
+    from dynamo_megatron.observe.logging import setup_logging
+    from dynamo_megatron.parallel.errors import PeerError
+
+    rank = int(os.environ.get("RANK", "0"))
+    run_dir = Path(config.run.dir)
+    try:
+        setup_logging(rank, run_dir)
+        run(config)
+    except PeerError as error:
+        logger.error("rank %d stops: %s", rank, error)
+        return FAILED
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return FAILED
+    except RuntimeError as error:
+        known = type(error).__module__.startswith("dynamo_megatron.")
+        logger.error("%s", error, exc_info=not known)
+        return FAILED
+    return 0
+
+
+def run(config: Config) -> None:
+    """Train as configured. Collective: every rank of the launch calls it."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    import torch
+    import torch.distributed as dist
+
+    from dynamo_megatron.actor.topology import check_layout, init_torch_distributed
+    from dynamo_megatron.parallel.control import ControlPlane
+    from dynamo_megatron.signals import StopSignal
+
+    parallel = config.parallel
+    check_layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    stop = StopSignal()
+    stop.install()
+    store = init_torch_distributed()
+    group = dist.group.WORLD
+    assert group is not None, "init_torch_distributed makes it"
+    with ControlPlane(store, group=group, timeout_s=config.run.heartbeat_timeout_s) as control:
+        _run(config, control, stop)
+    dist.destroy_process_group()
+
+
+def _run(config: Config, control, stop) -> None:
+    import torch.distributed as dist
+
+    from dynamo_megatron import build
+    from dynamo_megatron.actor.topology import init_topology
+    from dynamo_megatron.load_config import to_yaml, write_resolved
+    from dynamo_megatron.loop import train
+    from dynamo_megatron.parallel.digest import require_agreement
+
+    control.set_phase("read the inputs")
+    inputs = build.read_inputs(config)
+    group = dist.group.WORLD
+    require_agreement(
+        {
+            "configuration": hashlib.sha256(to_yaml(config).encode()).hexdigest(),
+            "training prompts": inputs.train.digest(),
+        },
+        step=0,
+        group=group,
+    )
+    control.set_phase("build the policy")
+    topology = init_topology(
+        tensor=config.parallel.tensor, pipeline=config.parallel.pipeline, seed=config.run.seed
+    )
+    policy = build.build_policy(config, inputs, topology)
+    checkpointer = build.build_checkpointer(config, inputs, policy)
+    state, saved_step = _resume(config, checkpointer)
+    tier = _build_tier(config, inputs, topology, control)
+    if topology.rank == 0:
+        write_resolved(config, config.run.dir)
+    parts = build.build_parts(config, inputs, policy, checkpointer, tier, state, stop)
+    control.set_phase("train")
+    try:
+        state = train(parts, state, saved_step=saved_step)
+    finally:
+        parts.recorder.close(state.step)
+        if tier.reward is not None:
+            tier.reward.close()
+    _finish(config, inputs, policy, state)
+
+
+def _build_tier(config: Config, inputs, topology, control):
+    """Rank 0's engine and reward workers; a failure there ends all ranks."""
+    from dynamo_megatron import build
+    from dynamo_megatron.parallel.reduce import raise_together
+
+    failure = tier = None
+    try:
+        tier = build.build_tier(config, inputs, topology, control)
+    except Exception as error:
+        failure = error
+    raise_together(failure, phase="build the rollout tier", group=topology.world_group)
+    return tier
+
+
+def _resume(config: Config, checkpointer):
+    """The state to start from and the step of its checkpoint, as ``run.resume`` asks."""
+    from dynamo_megatron.state import LoopState
+
+    mode, latest = config.run.resume, checkpointer.latest()
+    if mode == "never" and latest is not None:
+        raise ValueError(
+            f"{config.run.dir} holds a run already (checkpoint {latest.name}), and "
+            "run.resume=never would mix two runs. Set run.resume=if_present to go on with it, or "
+            "another run.dir."
+        )
+    if mode == "always" and latest is None:
+        raise ValueError(
+            f"run.resume=always, but {checkpointer.directory} holds no complete checkpoint. Check "
+            "run.dir, or set run.resume=if_present to start from model.path."
+        )
+    if latest is None:
+        return LoopState(), None
+    state = LoopState.from_json(checkpointer.load(latest))
+    logger.info("resumed from %s: %d steps done", latest, state.step)
+    return state, state.step
+
+
+def _finish(config: Config, inputs, policy, state) -> None:
+    """Export the policy and say where everything is."""
+    from dynamo_megatron.checkpoint.export import export_hf
+    from dynamo_megatron.summary import summarize
+
+    run_dir = Path(config.run.dir)
+    export = None
+    if config.checkpoint.export_hf and state.step >= config.run.num_steps:
+        export = run_dir / "hf"
+        if not export.exists():
+            export_hf(policy, inputs.model_dir, export)
+    if policy.topology.rank == 0:
+        logger.info("%s", summarize(run_dir, state, num_steps=config.run.num_steps, export=export))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
