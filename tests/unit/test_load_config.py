@@ -256,6 +256,13 @@ def test_an_ill_typed_value_is_refused_with_key_value_and_type(
         assert word in problem
 
 
+def test_the_override_that_decided_is_the_one_named(good: Path):
+    (problem,) = problems_of(good, "run.num_steps=a", "run={num_steps: b}", "run.num_steps=c")
+    assert problem.startswith("run.num_steps (override run.num_steps=c): got 'c'")
+    (problem,) = problems_of(good, "run.num_steps=c", "run={num_steps: b}")
+    assert problem.startswith("run.num_steps (override run={num_steps: b}): got 'b'")
+
+
 def test_a_source_without_kind_says_which_kinds_there_are(good: Path):
     (problem,) = problems_of(good, "data.train=[{name: x}]")
     assert problem.startswith("data.train.0.kind: required, but missing.")

@@ -122,9 +122,10 @@ class Recorder:
             raise OSError("disk full")
 
 
-def test_a_multi_sink_writes_to_all_and_closes_all_even_when_one_fails():
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_multi_sink_writes_to_all_and_closes_all_even_when_one_fails(failing: int):
     first, second = [], []
-    sink = MultiSink([Recorder(first, fails=True), Recorder(second)])
+    sink = MultiSink([Recorder(first, fails=failing == 0), Recorder(second, fails=failing == 1)])
     sink.write(3, {"a": 1.0})
     with pytest.raises(OSError, match="disk full"):
         sink.close()
