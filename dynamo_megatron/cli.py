@@ -34,20 +34,22 @@ commands:
 _EXAMPLES = """\
 examples:
   one process:
-    {prog} --config configs/arithmetic_cpu.yaml
-  four ranks, tensor parallel 2 (so data parallel 2):
-    torchrun --nproc-per-node 4 -m dynamo_megatron.train \\
-        --config configs/arithmetic_cpu.yaml parallel.tensor=2
-  the same configuration with other values; lists by index, null for nothing:
-    {prog} --config configs/arithmetic_cpu.yaml \\
-        run.dir=runs/second optimizer.lr=3e-6 data.train.0.seed=1 algorithm.clip.dual=null
+    {prog} --config configs/quickstart.yaml parallel.tensor=1
+  two ranks, tensor parallel 2 (every rank runs the same command; ranks left over are data parallel):
+    torchrun --standalone --nproc-per-node 2 -m dynamo_megatron.train \\
+        --config configs/quickstart.yaml parallel.tensor=2
+  other values: dotted keys, list items by index, null for nothing:
+    {prog} --config configs/quickstart.yaml parallel.tensor=1 \\
+        run.dir=runs/second optimizer.lr=3e-4 data.train.0.seed=9 algorithm.clip.dual=null
 
 output, all under run.dir:
-  config.yaml          the configuration as it ran, every default filled in; it can be run again
+  plots/               overview.png: reward, entropy, group sizes, modulation, gradient norm
   metrics.jsonl        one JSON object a step; tensorboard/ has the same
-  plots/               reward, entropy, gradient norm, group sizes, modulation; overview.png
   generations/         sampled responses with their verdicts; generations.md reads well
-  checkpoints/         what run.resume=if_present continues from
+  evaluations/         responses to the held-out problems
+  checkpoints/         what run.resume=if_present goes on from
+  hf/                  the final policy in Hugging Face format
+  config.yaml          the configuration as it ran, every default filled in: --config takes it
   run.log              what rank 0 said
 
 exit code: 0 done, 2 the command line or the configuration cannot be used, else the run failed.

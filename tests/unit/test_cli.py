@@ -85,12 +85,24 @@ def test_help_teaches_with_three_examples_and_says_where_output_goes(capsys, arg
     out = capsys.readouterr().out
     for words in (
         "train --config configs/",
-        "torchrun --nproc-per-node 4 -m dynamo_megatron.train",
-        "optimizer.lr=3e-6",
+        "torchrun --standalone --nproc-per-node 2 -m dynamo_megatron.train",
+        "optimizer.lr=3e-4",
         "under run.dir",
         "metrics.jsonl",
     ):
         assert words in out
+
+
+def test_every_example_of_the_help_loads(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out.replace("\\\n", " ")
+    commands = [line.split() for line in text.splitlines() if "--config configs/" in line]
+    assert len(commands) == 3
+    monkeypatch.chdir(Path(__file__).parents[2])
+    configs = [config_from_arguments(words[words.index("--config") :]) for words in commands]
+    assert [config.parallel.tensor for config in configs] == [1, 2, 1]
+    assert configs[2].algorithm.clip.dual is None
 
 
 def test_config_prints_the_schema(capsys):
