@@ -35,7 +35,7 @@ _EXAMPLES = """\
 examples:
   one process:
     {prog} --config configs/quickstart.yaml parallel.tensor=1
-  two ranks, tensor parallel 2 (every rank runs the same command; ranks left over are data parallel):
+  two ranks, tensor parallel 2 (what tensor and pipeline leave over is data parallel):
     torchrun --standalone --nproc-per-node 2 -m dynamo_megatron.train \\
         --config configs/quickstart.yaml parallel.tensor=2
   other values: dotted keys, list items by index, null for nothing:
