@@ -176,7 +176,8 @@ def _inline(text: str) -> str:
     if not flat:
         return "nothing"
     fence = "`" * (_longest_run(flat) + 1)
-    return f"{fence} {flat[:200]} {fence}"
+    pad = " " if len(fence) > 1 else ""
+    return f"{fence}{pad}{flat[:200]}{pad}{fence}"
 
 
 def _block(text: str) -> str:

@@ -122,7 +122,7 @@ def test_files_hold_a_step_s_samples_and_a_page_of_the_latest_steps(tmp_path: Pa
         "## Step 2",
     ]
     assert "### RIGHT · group of " in page
-    assert "verification ended with timeout: ` 10 s `" in page
+    assert "verification ended with timeout: `10 s`" in page
 
 
 def test_a_resumed_run_s_page_shows_no_step_to_come(tmp_path: Path):
