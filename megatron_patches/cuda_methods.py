@@ -1,7 +1,7 @@
 """Let ``tensor.cuda()``, called by megatron-core, return the CPU tensor.
 
-Failure:  ``AssertionError: Torch not compiled with CUDA enabled`` (or ``RuntimeError: Found no
-    NVIDIA driver``) from ``Tensor.cuda``.
+Failure:  ``RuntimeError: Invalid device, must be cuda device`` or ``AssertionError: Torch not
+    compiled with CUDA enabled`` from ``Tensor.cuda``.
 Trigger:  saving a distributed optimizer, fully parallel checkpoint loading, tied embeddings with
     pipeline stages, restoring a gradient scaler, without a GPU.
 Safe because: on a CPU-only host the method can only raise. It still does for every caller outside

@@ -44,7 +44,9 @@ def _use_cpu_generator(module: ModuleType) -> None:
     logging.getLogger(_MODULE).addFilter(_is_not_cpu_state_warning)
 
 
-def _get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False):
+def _get_state(
+    device: object = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
     """The state of the CPU generator (always a copy, so ``clone`` has nothing to add)."""
     return torch.get_rng_state()
 
