@@ -120,7 +120,9 @@ def _group_sizes(axes: Axes, rows: Rows) -> None:
         axes.plot(
             steps, values, color=ORANGE, lw=1.4, ls="--", marker="" if steps[1:].size else "_"
         )
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    # Equal groups are one row: room around it shows that it is one.
+    axes.set_ylim(sizes[0] - 1.5, sizes[-1] + 1.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(False)
     # A legend would cover sizes.
     axes.set(title="Group sizes (dashed: mean)", ylabel="rollouts per prompt")

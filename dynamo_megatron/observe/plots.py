@@ -117,7 +117,7 @@ def _grid(
         panel.draw(axes, rows)
         axes.set_xlabel("step")
         # Whole steps, and room beside a single one.
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if rows[0]["step"] == rows[-1]["step"]:
             axes.set_xlim(rows[0]["step"] - 1, rows[0]["step"] + 1)
     return figure
