@@ -27,14 +27,13 @@ def lower_bounds(num_rollouts: Tensor, *, n_low: int, n_high: int, init: int) ->
         num_rollouts: [P] G, verified rollouts so far.
         n_low: fewest rollouts of any prompt.
         n_high: most rollouts of any prompt.
-        init: rollouts wanted before a variance is believed; max(init, n_low) is used.
+        init: rollouts wanted before a variance is believed.
 
     Returns:
         [P] int64, ``n_low`` or, for a cold prompt, as many as are still missing (at most n_high).
     """
-    wanted = max(init, n_low)
     # Decayed histories are real-valued: round up, so that the prompt really is warm afterwards.
-    missing = (wanted - num_rollouts.double()).ceil().clamp(max=n_high)
+    missing = (init - num_rollouts.double()).ceil().clamp(max=n_high)
     return missing.clamp(min=n_low).long()
 
 
@@ -53,8 +52,8 @@ def group_sizes(
 ) -> Tensor:
     """Rollouts of each prompt, by the variance of its reward so far.
 
-    A prompt is cold while G < max(init, n_low, 2): it gets its lower bound and takes no part in
-    sharing the rest. When all are cold the budget is spread evenly.
+    A prompt is cold while G < max(init, n_low), or G < 2: it gets its lower bound and takes no part
+    in sharing the rest. When all are cold the budget is spread evenly.
 
     Args:
         num_correct: [P] k, successes so far.
@@ -77,7 +76,7 @@ def group_sizes(
     Source: DynaMO, arXiv:2602.19208, dynamic rollout allocation.
     """
     weights = priority_weights(num_correct, num_rollouts, form=form, mastery=mastery, floor=floor)
-    warm = num_rollouts.double() >= max(init, n_low, 2)
+    warm = num_rollouts.double() >= max(init, n_low)
     lower = lower_bounds(num_rollouts, n_low=n_low, n_high=n_high, init=init)
     weights = torch.where(warm, weights, 0.0)
     return fill(weights, lower, upper=n_high, budget=budget, rule=rule)

@@ -90,10 +90,11 @@ def _real_shares(weights: Tensor, lower: Tensor, upper: int, budget: int, rule: 
     shares = lower.double()
     capacity = int(weighted.sum()) * upper
     reserved = int(lower[~weighted].sum())
-    spent = min(budget - reserved, capacity)
     if bool(weighted.any()):
         relative = (weights[weighted] / weights.max()).clamp(min=_SMALLEST_RELATIVE_WEIGHT)
-        shares[weighted] = _scale_to_budget(relative, shares[weighted], upper, spent, rule)
+        shares[weighted] = _scale_to_budget(
+            relative, shares[weighted], upper, budget - reserved, rule
+        )
     if budget - reserved > capacity:
         rest = ~weighted
         ones = torch.ones(int(rest.sum()), dtype=torch.float64)

@@ -75,12 +75,28 @@ def test_equal_shares_that_do_not_divide_go_to_the_lower_indices():
     assert filled([0.0] * 5, 1, 9, 13, "kkt") == [3, 3, 3, 2, 2]
 
 
+def test_float_noise_does_not_decide_a_tie():
+    # 55 to share over .44: exactly 23.5, 17, 19.5. In floats the last is 19.500000000000004.
+    assert filled([0.18, 0.12, 0.14], [1, 2, 2], 24, 60, "paper") == [24, 17, 19]
+
+
+@pytest.mark.parametrize("rule", ["paper", "kkt"])
+def test_the_rest_is_spread_evenly_above_different_lower_bounds(rule):
+    assert filled([0, 0], [2, 6], 10, 12, rule) == [4, 8]
+    assert filled([0, 7, 0], [2, 0, 6], 10, 25, rule) == [6, 10, 9]
+    assert filled([0, 7, 0], [2, 0, 9], 10, 23, rule) == [3, 10, 10]
+
+
 @st.composite
 def problems(draw, top=12):
     """Integer weights, so that two exact shares are equal or far apart."""
     upper = draw(st.integers(0, top))
     prompts = draw(
-        st.lists(st.tuples(st.integers(0, 40), st.integers(0, upper)), min_size=1, max_size=7)
+        st.lists(
+            st.tuples(st.just(0) | st.integers(0, 40), st.integers(0, upper)),
+            min_size=1,
+            max_size=7,
+        )
     )
     weights, lower = [p[0] for p in prompts], [p[1] for p in prompts]
     budget = draw(st.integers(sum(lower), upper * len(prompts)))
