@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
-from dynamo_megatron.parallel.errors import PeerError
-from dynamo_megatron.parallel.reduce import raise_together
+from dynamo_megatron.parallel.broadcast import gather_bytes
+from dynamo_megatron.parallel.reduce import any_rank
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -35,15 +35,16 @@ def together(doing: str, group: ProcessGroup) -> Iterator[None]:
 
     Collectives on ``group``: 1 MAX; after a failure 2 all-gathers.
     """
-    error: Exception | None = None
+    error: CheckpointError | None = None
     try:
         yield
     except Exception as caught:  # whatever it was, the other ranks must hear of it
         error = _as_checkpoint_error(caught, doing, dist.get_rank(group))
-    try:
-        raise_together(error, phase=doing, group=group)
-    except PeerError as peer:
-        raise CheckpointError(peer.error_text) from None
+    if not any_rank(error is not None, group=group):
+        return
+    said = gather_bytes(str(error or "").encode(), group=group)
+    # One text everywhere, that of the first rank with an error; a rank's own one is its cause.
+    raise CheckpointError(next(text.decode() for text in said if text)) from error
 
 
 def _as_checkpoint_error(error: Exception, doing: str, rank: int) -> CheckpointError:

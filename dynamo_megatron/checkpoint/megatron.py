@@ -214,9 +214,7 @@ class MegatronCheckpointer:
                 untouched unless a file of tensors turned out to be unreadable.
         """
         manifest, trainer = self._open(path, weights_only=False)
-        with together(f"reading {path}", self._group):
-            common = read_common(path)
-        read_shards(self.policy, path, common, with_optimizer=manifest.optimizer_state)
+        self._read(path, with_optimizer=manifest.optimizer_state)
         if not manifest.optimizer_state:
             clear_optimizer(self.policy.optimizer)
         set_schedule(self.policy.scheduler, manifest.scheduler_steps)
@@ -235,10 +233,16 @@ class MegatronCheckpointer:
             CheckpointError: as ``load``.
         """
         manifest, _ = self._open(path, weights_only=True)
-        with together(f"reading {path}", self._group):
-            common = read_common(path)
-        read_shards(self.policy, path, common, with_optimizer=False)
+        self._read(path, with_optimizer=False)
         return manifest.step
+
+    def _read(self, path: Path, *, with_optimizer: bool) -> None:
+        try:
+            with together(f"reading {path}", self._group):
+                common = read_common(path)
+            read_shards(self.policy, path, common, with_optimizer=with_optimizer)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{fallback_advice(path)}") from error
 
     def _open(self, path: Path, *, weights_only: bool) -> tuple[Manifest, bytes]:
         """Check everything that can be checked before anything changes (rank 0, told to all)."""

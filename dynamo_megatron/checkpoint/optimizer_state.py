@@ -47,6 +47,12 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         if changed:
             logger.warning("the optimizer continues with changed numbers: %s", "; ".join(changed))
         group.update(numbers)
+    for inner in _inner(optimizer):
+        if any("step" in state for state in inner.state.values()):
+            # torch's AdamW counts in its state; the count that Megatron-Core's distributed
+            # optimizer leaves in the groups would only go stale.
+            for group in inner.param_groups:
+                group.pop("step", None)
 
 
 def clear_optimizer(optimizer: MegatronOptimizer) -> None:

@@ -26,7 +26,7 @@ from dynamo_megatron.checkpoint.errors import CheckpointError, together
 from dynamo_megatron.checkpoint.manifest import write_file
 from dynamo_megatron.checkpoint.optimizer_state import load_optimizer
 from dynamo_megatron.checkpoint.parts import TrainedPolicy
-from dynamo_megatron.checkpoint.trusted import COMMON
+from dynamo_megatron.checkpoint.trusted import COMMON, name_unreadable_tensor
 
 # The one format of the distributed optimizer that can be resharded over tensor and pipeline ranks
 # too, and is right with torch's AdamW (megatron-core 0.16.1).
@@ -117,14 +117,24 @@ def read_shards(
     Collectives: Megatron-Core's and torch's.
     """
     state = sharded_state(policy, with_optimizer=with_optimizer, is_loading=True)
-    with together(f"reading {folder}", policy.topology.world_group), warnings.catch_warnings():
-        # megatron-core calls names that torch has deprecated; its users can do nothing about it.
-        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-        loaded = dist_checkpointing.load(state, str(folder), common_strategy=_AlreadyRead(common))
+    with together(f"reading {folder}", policy.topology.world_group):
+        try:
+            loaded = _read(state, folder, common)
+        except dcp.CheckpointException:  # raised on every rank; rank 0 finds out which file
+            if policy.topology.rank == 0:
+                name_unreadable_tensor(folder)
+            raise
         _load_module(policy.module, loaded["model"])
         if with_optimizer:
             load_optimizer(policy.optimizer, loaded["optimizer"])
+
+
+def _read(state: dict[str, Any], folder: Path, common: dict[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        # megatron-core calls names that torch has deprecated; its users can do nothing about it.
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        return dist_checkpointing.load(state, str(folder), common_strategy=_AlreadyRead(common))
 
 
 class _AlreadyRead(TorchCommonLoadStrategy):

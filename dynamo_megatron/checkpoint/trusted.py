@@ -8,6 +8,7 @@ one that has is refused. Nothing in a checkpoint can name a function outside the
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Collection
 from pathlib import Path
@@ -71,15 +72,7 @@ def read_index(folder: Path, files: Collection[str]) -> Metadata:
             it lists pickled objects, or it points outside the checkpoint.
     """
     path = folder / METADATA
-    try:
-        with path.open("rb") as stream:
-            index = _MetadataUnpickler(stream).load()
-    except pickle.UnpicklingError as error:
-        raise _refused(path, error) from None
-    except Exception as error:  # a damaged pickle raises anything
-        raise _damaged(path, error) from None
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise _damaged(path, f"a {type(index).__name__} instead of an index of tensors")
+    index = _load_index(path)
     objects = [
         name
         for name, entry in index.state_dict_metadata.items()
@@ -91,6 +84,38 @@ def read_index(folder: Path, files: Collection[str]) -> Metadata:
     if strangers:
         raise _refused(path, f"it points to files outside the checkpoint: {sorted(strangers)[:3]}")
     return index
+
+
+def _load_index(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as stream:
+            index = _MetadataUnpickler(stream).load()
+    except pickle.UnpicklingError as error:
+        raise _refused(path, error) from None
+    except Exception as error:  # a damaged pickle raises anything
+        raise _damaged(path, error) from None
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise _damaged(path, f"a {type(index).__name__} instead of an index of tensors")
+    return index
+
+
+def name_unreadable_tensor(folder: Path) -> None:
+    """After a failed load: read tensor by tensor, safely, until the one that fails.
+
+    Raises:
+        CheckpointError: names its file, and what its pickle asked for.
+    """
+    for entry, info in _load_index(folder / METADATA).storage_data.items():
+        path = folder / info.relative_path
+        with path.open("rb") as stream:
+            stream.seek(info.offset)
+            content = io.BytesIO(stream.read(info.length))
+        try:
+            torch.load(content, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _refused(path, f"tensor {entry.fqn}: {_first_sentence(error)}") from None
+        except Exception as error:  # a damaged file raises anything
+            raise _damaged(path, f"tensor {entry.fqn}, {_first_sentence(error)}") from None
 
 
 def read_common(folder: Path) -> dict[str, Any]:
