@@ -140,6 +140,7 @@ def plan_for(
     *,
     micro_batch_sequences: int | None = None,
     groups_per_mini_batch: int = 4,
+    row_tokens: int = 64,
 ) -> tuple[MiniBatch, ...]:
     topology = policy.topology
     return plan_mini_batches(
@@ -148,7 +149,7 @@ def plan_for(
         groups_per_mini_batch=groups_per_mini_batch,
         data_parallel=topology.data_size,
         limits=RowLimits(
-            tokens=64,
+            tokens=row_tokens,
             sequences=micro_batch_sequences,
             multiple=row_multiple(
                 tensor=topology.tensor_size, sequence_parallel=policy.settings.sequence_parallel
