@@ -12,6 +12,7 @@ Delete when: megatron-core moves tensors with ``.to(device)``, its device replac
 
 import functools
 import sys
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def apply(hook: MegatronImportHook) -> None:
     upstream = torch.Tensor.cuda
 
     @functools.wraps(upstream)
-    def cuda(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return self if is_megatron_module(caller) else upstream(self, *args, **kwargs)
 

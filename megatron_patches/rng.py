@@ -35,11 +35,13 @@ def apply(hook: MegatronImportHook) -> None:
 def _use_cpu_generator(module: ModuleType) -> None:
     checked_function(module, "_get_cuda_rng_state", sha="aa26caaa069c")
     checked_function(module, "_set_cuda_rng_state", sha="b179c9d95438")
-    module._get_cuda_rng_state = _get_state
-    module._set_cuda_rng_state = _set_state
     # The tracker's `add` and the seeding function go to torch.cuda directly.
     cuda = ModuleView(module.torch.cuda, get_rng_state=torch.get_rng_state, manual_seed=_seed)
-    module.torch = ModuleView(module.torch, cuda=cuda)
+    vars(module).update(
+        _get_cuda_rng_state=_get_state,
+        _set_cuda_rng_state=_set_state,
+        torch=ModuleView(module.torch, cuda=cuda),
+    )
     # The tracker warns when the CPU generator moves inside a region: here it is meant to.
     logging.getLogger(_MODULE).addFilter(_is_not_cpu_state_warning)
 

@@ -54,7 +54,7 @@ def apply(hook: MegatronImportHook) -> None:
 
     def show(module: ModuleType) -> None:
         if vars(module).get("torch") is torch:
-            module.torch = view
+            vars(module)["torch"] = view
 
     hook.after_every(show)
 

@@ -4,6 +4,8 @@ Shapes: T tokens of a row, H query heads of this rank, K key-value heads (groups
 D head dimension.
 """
 
+from dataclasses import dataclass
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -116,64 +118,67 @@ def packed_causal_attention(
     Returns:
         [T, H * D].
     """
-    batches = _batches_of_equal_width(boundaries)
-    order_T = torch.cat([tokens for _, _, tokens, _ in batches])
-    counts = [len(tokens) for _, _, tokens, _ in batches]
+    batches = _batches_of_equal_width(boundaries, query_THD.device)
+    order_T = torch.cat([batch.tokens for batch in batches])
+    counts = [len(batch.tokens) for batch in batches]
     # One reordering and one split: selecting each batch from the whole row would cost a gradient
     # of the row's size for every batch.
-    parts = zip(
-        *(x.index_select(0, order_T).split(counts) for x in (query_THD, key_TKD, value_TKD)),
-        strict=True,
+    queries, keys, values = (
+        x.index_select(0, order_T).split(counts) for x in (query_THD, key_TKD, value_TKD)
     )
     attended = [
-        _padded_causal_attention(*part, slots, num_sequences, width, scale)
-        for part, (width, num_sequences, _, slots) in zip(parts, batches, strict=True)
+        _padded_causal_attention(query, key, value, batch, scale)
+        for query, key, value, batch in zip(queries, keys, values, batches, strict=True)
     ]
     position_T = torch.empty_like(order_T)
-    position_T[order_T] = torch.arange(len(order_T))
+    position_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     return torch.cat(attended).index_select(0, position_T)
 
 
-def _padded_causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slots: Tensor,
-    num_sequences: int,
-    width: int,
-    scale: float,
-) -> Tensor:
-    """Attention of one batch; token i of the inputs sits in slot ``slots[i]`` of the batch."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Sequences of a row that are padded to the same length.
 
-    def pad(x: Tensor) -> Tensor:
-        # Zeros, not neighbours: what is finite here stays finite whatever a neighbour holds.
-        padded = x.new_zeros(num_sequences * width, *x.shape[1:]).index_copy(0, slots, x)
-        return padded.unflatten(0, (num_sequences, width)).transpose(1, 2)
-
-    attended = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), is_causal=True, enable_gqa=True, scale=scale
-    )
-    return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, slots)
-
-
-def _batches_of_equal_width(boundaries: list[int]) -> list[tuple[int, int, Tensor, Tensor]]:
-    """Group sequences by padded length.
-
-    Returns:
-        One (padded length, number of sequences, token indices in the row, slots in the batch) for
-        each padded length.
+    Attributes:
+        num_sequences: how many.
+        width: their padded length.
+        tokens: [t] their tokens' indices in the row.
+        slots: [t] each of those tokens' index among the ``num_sequences * width`` of the batch.
     """
-    start_N = torch.tensor(boundaries[:-1])
-    length_N = torch.tensor(boundaries).diff()
+
+    num_sequences: int
+    width: int
+    tokens: Tensor
+    slots: Tensor
+
+
+def _batches_of_equal_width(boundaries: list[int], device: torch.device) -> list[_Batch]:
+    start_N = torch.tensor(boundaries[:-1], device=device)
+    length_N = torch.tensor(boundaries, device=device).diff()
     width_N = (length_N + _WIDTH_STEP - 1) // _WIDTH_STEP * _WIDTH_STEP
     batches = []
     for width in width_N.unique().tolist():
         members = (width_N == width).nonzero().flatten()
-        offset = torch.arange(width)
+        offset = torch.arange(width, device=device)
         is_token = (offset < length_N[members, None]).flatten()
         tokens = (start_N[members, None] + offset).flatten()[is_token]
-        batches.append((width, len(members), tokens, is_token.nonzero().flatten()))
+        batches.append(_Batch(len(members), width, tokens, is_token.nonzero().flatten()))
     return batches
+
+
+def _padded_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, batch: _Batch, scale: float
+) -> Tensor:
+    def pad(x: Tensor) -> Tensor:
+        # Zeros, not neighbours: what is finite here stays finite whatever a neighbour holds.
+        padded = x.new_zeros(batch.num_sequences * batch.width, *x.shape[1:])
+        padded = padded.index_copy(0, batch.slots, x)
+        return padded.unflatten(0, (batch.num_sequences, batch.width)).transpose(1, 2)
+
+    attended = F.scaled_dot_product_attention(
+        pad(query), pad(key), pad(value), is_causal=True, enable_gqa=True, scale=scale
+    )
+    return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, batch.slots)
 
 
 def _boundaries(packed: PackedSeqParams, *, num_tokens: int) -> list[int]:
