@@ -151,6 +151,7 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
         "memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
         **clock.metrics(),
     }
+    metrics["perf/tokens_per_second"] = batch.num_response_tokens / metrics["time/step"]
     parts.recorder.step(state.step, metrics, groups)
     return _advanced(state, cursor, scored, config, step_counters(groups, updates))
 

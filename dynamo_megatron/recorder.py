@@ -40,6 +40,7 @@ class Recorder:
         self._enabled = enabled
         self._plots = config.observe.plots
         self._run_dir = Path(config.run.dir)
+        self._next_step = start_step
         self._pending: dict[str, MetricValue] = dict(pending.metrics()) if pending else {}
         if not enabled:
             return
@@ -80,17 +81,18 @@ class Recorder:
         """Write one step."""
         row = {**metrics, **self._pending}
         self._pending = {}
+        self._next_step = step + 1
         if self._enabled:
             self._sink.write(step, row)
             self._generations.write(step, groups)
             self._progress.write(step, row)
 
-    def close(self, step: int) -> None:
-        """Write what is pending, flush, and draw the plots of the ``step`` steps done."""
+    def close(self) -> None:
+        """Write what is pending, flush, and draw the plots."""
         if not self._enabled:
             return
         if self._pending:
-            self._sink.write(step, self._pending)
+            self._sink.write(self._next_step, self._pending)
         self._progress.close()
         self._sink.close()
         if self._plots:

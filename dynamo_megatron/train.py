@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from dynamo_megatron.cli import config_from_arguments
@@ -109,12 +110,10 @@ def _run(config: Config, control, stop) -> None:
         write_resolved(config, config.run.dir)
     parts = build.build_parts(config, inputs, policy, checkpointer, tier, state, stop)
     control.set_phase("train")
-    try:
+    with ExitStack() as closing:
+        closing.callback(tier.close)
+        closing.callback(parts.recorder.close)
         state = train(parts, state, saved_step=saved_step)
-    finally:
-        parts.recorder.close(state.step)
-        if tier.reward is not None:
-            tier.reward.close()
     _finish(config, inputs, policy, state)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
@@ -89,6 +90,13 @@ class RolloutTier:
             return encode_groups(_grouped(prompts, sizes, rollouts, verdicts))
 
         return decode_groups(self.control.run_on_zero(work, "rollout"))
+
+    def close(self) -> None:
+        """End engine and verifiers. Not collective."""
+        with ExitStack() as closing:
+            for part in (self.engine, self.reward):
+                if part is not None:
+                    closing.callback(part.close)
 
 
 def _grouped(prompts, sizes: GroupSizes, rollouts, verdicts) -> list[RolloutGroup]:
