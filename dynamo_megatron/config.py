@@ -36,6 +36,7 @@ class RunConfig(Section):
     num_steps: Positive
     """Steps of the loop: one draw of prompts each."""
     seed: NonNegative = 0
+    """Fixes the order of the prompts and every sample."""
     resume: Literal["never", "always", "if_present"] = "never"
     """``never`` refuses a folder that already holds a checkpoint."""
     heartbeat_timeout_s: Annotated[float, Field(ge=5.0)] = 45.0
@@ -48,6 +49,7 @@ class ModelConfig(Section):
     path: str
     """A Hugging Face model folder, or ``builtin:tiny`` for the one that ships."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; gradients and optimizer state are float32."""
     recompute: bool = False
     """Recompute every layer in the backward pass instead of keeping activations."""
 
@@ -56,10 +58,13 @@ class ParallelConfig(Section):
     """How the policy is split. Data parallelism takes what is left of the world size."""
 
     tensor: Positive = 1
+    """Ranks that share each layer's matrices and the vocabulary."""
     pipeline: Positive = 1
+    """Stages that the layers are cut into."""
     sequence: bool = False
     """Sequence parallelism; needs ``tensor`` > 1."""
     context: Positive = 1
+    """Ranks that share a row's tokens; only 1 is offered."""
     virtual_pipeline: Positive = 1
     """Model chunks a pipeline rank holds (interleaved schedule) when above 1."""
     vocab_multiple: Positive = 128
@@ -98,20 +103,27 @@ class ArithmeticSource(Section):
 
     kind: Literal["arithmetic"]
     name: str = "arithmetic"
+    """Name for metrics per source."""
     num_problems: Positive
     split: Literal["train", "heldout"]
+    """The two splits share no expression, whatever the seeds."""
     seed: NonNegative = 0
+    """Which problems of the split are drawn."""
 
 
 class FileSource(Section):
     """Problems from a file: JSON lines, or one JSON list, with ``problem`` and ``answer``."""
 
     kind: Literal["jsonl", "json"]
+    """One JSON object a line, or one list of them."""
     path: str
+    """The file."""
     name: str | None = None
     """Name for metrics per source; the file's stem by default."""
     problem_key: str = "problem"
+    """Key of the problem's text."""
     answer_key: str = "answer"
+    """Key of the reference answer."""
     limit: Positive | None = None
     """Take only the first so many problems."""
 
@@ -123,7 +135,9 @@ class DataConfig(Section):
     """Training and held-out problems."""
 
     train: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)]
+    """Sources of training problems."""
     heldout: Annotated[tuple[Source, ...], Field(strict=False)] = ()
+    """Sources of held-out problems; none of them may be a training problem."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are dropped and counted."""
     template: Literal["chat", "raw"] = "chat"
@@ -136,8 +150,11 @@ class AllocationConfig(Section):
     """Sequence level: how many rollouts a prompt gets (DynaMO, section on rollout allocation)."""
 
     policy: Literal["dynamo", "uniform"] = "dynamo"
+    """By the variance of each prompt's rewards, or the same number for every prompt."""
     n_low: Positive = 8
+    """Fewest rollouts of a prompt (8 in DynaMO's script)."""
     n_high: Positive = 24
+    """Most rollouts of a prompt (24 in DynaMO's script)."""
     n_mean: Positive = 16
     """Rollouts per step, divided by the number of prompts."""
     weight: Literal["sqrt", "linear"] = "sqrt"
@@ -149,6 +166,7 @@ class AllocationConfig(Section):
     mastery: Fraction = 0.85
     """Accuracy from which a prompt gets the floor weight."""
     floor: Fraction = 0.01
+    """Smallest weight of a prompt that is not cold."""
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """History is multiplied by this at the end of an epoch; 1 is the paper."""
     refresh: Literal["step", "epoch"] = "step"
@@ -179,12 +197,17 @@ class ModulationConfig(Section):
     """Token level: advantage modulation (DynaMO, gradient compensation and stabilisation)."""
 
     gradient_compensation: bool = True
+    """Raise the advantages of confident tokens of good responses."""
     stabilization: bool = True
+    """Damp the tokens whose update moves the entropy most."""
     alpha: Annotated[float, Field(ge=0.0)] = 0.2
     """The compensation factor lies in [1, 1 + alpha]."""
     lam_min: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    """The stabilisation factor lies in [lam_min, 1]."""
     gamma: Annotated[float, Field(gt=0.0)] = 50.0
+    """Steepness of the damping."""
     tau: Fraction = 0.99
+    """Share of the largest entropy change at which half of the damping is reached."""
     scope: Literal["mini_batch", "step"] = "mini_batch"
     """The set whose extremes normalise entropy and entropy change."""
     stats: Literal["old", "current"] = "old"
@@ -196,8 +219,8 @@ class ModulationConfig(Section):
     def _stand_in(self) -> ModulationConfig:
         if self.change == "seq_mean" and self.stats == "current":
             raise ValueError(
-                "algorithm.modulation.change=seq_mean with stats=current: the stand-in averages over "
-                "a sequence, and at each update only the exact term is at hand. Set "
+                "algorithm.modulation.change=seq_mean with stats=current: the stand-in averages "
+                "over a sequence, and at each update only the exact term is at hand. Set "
                 "algorithm.modulation.stats=old."
             )
         return self
@@ -207,8 +230,9 @@ class ClipConfig(Section):
     """Clipping of the policy ratio."""
 
     low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is held above 1 - low where the advantage is negative."""
     high: Annotated[float, Field(gt=0.0)] = 0.28
-    """The effective value of DynaMO's script (0.2 x 1.4)."""
+    """And under 1 + high where it is positive; 0.28 is what DynaMO's script amounts to."""
     dual: Annotated[float, Field(gt=1.0)] | None = 10.0
     """Dual clip for negative advantages; null switches it off."""
 
@@ -217,14 +241,18 @@ class KlConfig(Section):
     """Penalty towards the policy at the start of the run."""
 
     coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the penalty; 0 keeps no copy of the starting policy."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimate of the divergence."""
 
 
 class AdvantageConfig(Section):
     """Group-relative advantages."""
 
     normalize: Literal["std", "none"] = "std"
+    """``std`` is GRPO; ``none`` leaves the scale alone (Dr.GRPO)."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
+    """Added to the standard deviation."""
     mask_truncated: bool = False
     """Leave truncated responses out of the loss (they are scored and counted all the same)."""
 
@@ -256,7 +284,9 @@ class RolloutConfig(Section):
     engine: Literal["hf"] = "hf"
     """``hf``: transformers' generate inside rank 0's process."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """The policy is softmax(logits / temperature): in the sampler, the statistics and the loss."""
     max_tokens: Positive = 1024
+    """Longest response."""
     batch_size: Positive = 256
     """Sequences generated together by the embedded engine."""
     threads: Positive | None = None
@@ -273,6 +303,7 @@ class RewardConfig(Section):
     function: str | None = None
     """``module:function`` called as f(response: str, answer: str, prompt: str) -> float."""
     workers: Positive = 1
+    """Processes that verify."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
     """A verification that takes longer is killed and counted as failed."""
     shuffle: bool = False
@@ -292,17 +323,25 @@ class OptimizerConfig(Section):
     """AdamW (or SGD for tests) with warm-up and decay. One unit of the schedule is one update."""
 
     name: Literal["adam", "sgd"] = "adam"
+    """AdamW, or plain SGD."""
     lr: Annotated[float, Field(gt=0.0)] = 1e-6
-    """DynaMO's script: 1e-6."""
+    """Peak learning rate; DynaMO's script: 1e-6."""
     min_lr: Annotated[float, Field(ge=0.0)] = 0.0
+    """Learning rate after the decay."""
     warmup_updates: NonNegative = 10
+    """Updates of linear warm-up, the first of which already moves; DynaMO's script: 10."""
     decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """From the peak to min_lr."""
     decay_updates: Positive | None = None
     """Update at which min_lr is reached; null: the last update of the run."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """On matrices; norms and biases have none. DynaMO's script: 0.1."""
     beta1: Fraction = 0.9
+    """Decay of Adam's first moment."""
     beta2: Fraction = 0.999
+    """Decay of Adam's second moment."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the root of Adam's second moment."""
     clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     distributed: bool = False
@@ -315,7 +354,9 @@ class EvaluationConfig(Section):
     every: NonNegative = 0
     """Steps between evaluations; 0: only at the start and at the end of the run."""
     samples: Positive = 1
+    """Samples of each problem."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of the evaluated policy."""
 
 
 class CheckpointConfig(Section):
@@ -324,6 +365,7 @@ class CheckpointConfig(Section):
     every: NonNegative = 20
     """Steps between saves; 0 saves only at the end."""
     keep: Positive = 2
+    """Newest complete checkpoints that stay."""
     export_hf: bool = True
     """Write the final policy in Hugging Face format as well."""
 
@@ -332,9 +374,13 @@ class ObserveConfig(Section):
     """What the run writes for people."""
 
     tensorboard: bool = True
+    """TensorBoard events beside metrics.jsonl."""
     plots: bool = True
+    """PNG plots at the end of the run."""
     generations_per_step: NonNegative = 8
+    """Responses kept for reading."""
     progress: bool = True
+    """A progress bar, or plain lines where there is no terminal."""
 
 
 class Config(Section):
