@@ -38,7 +38,8 @@ def together(doing: str, group: ProcessGroup) -> Iterator[None]:
     error: CheckpointError | None = None
     try:
         yield
-    except Exception as caught:  # whatever it was, the other ranks must hear of it
+    except (Exception, CheckpointException) as caught:  # torch's derives from BaseException
+        # Whatever it was, the other ranks must hear of it.
         error = _as_checkpoint_error(caught, doing, dist.get_rank(group))
     if not any_rank(error is not None, group=group):
         return
@@ -47,10 +48,10 @@ def together(doing: str, group: ProcessGroup) -> Iterator[None]:
     raise CheckpointError(next(text.decode() for text in said if text)) from error
 
 
-def _as_checkpoint_error(error: Exception, doing: str, rank: int) -> CheckpointError:
+def _as_checkpoint_error(error: BaseException, doing: str, rank: int) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
-    cause: BaseException = error
+    cause = error
     if isinstance(error, CheckpointException) and error.failures:
         # torch's own collective save or load failed: it has told every rank who and why.
         rank, (cause, _) = next(iter(error.failures.items()))

@@ -20,7 +20,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from dynamo_megatron.checkpoint.errors import CheckpointError, together
 from dynamo_megatron.checkpoint.manifest import write_file
@@ -95,9 +97,24 @@ def write_shards(policy: TrainedPolicy, folder: Path, *, with_optimizer: bool) -
         )
         dcp.save(
             mcore_to_pyt_state_dict(by_key),
-            storage_writer=FileSystemWriter(str(folder), thread_count=1, overwrite=False),
+            storage_writer=_Writer(str(folder), thread_count=1, overwrite=False),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer, saying why it could not write."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # After a full disk torch's zip writer complains of an unexpected position; the
+            # operating system's own error is in the context, which does not travel to other ranks.
+            cause = error.__context__
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from error
 
 
 def read_shards(
