@@ -6,7 +6,6 @@ What each call does is read from the response, so that one pool meets all of the
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -103,17 +102,20 @@ def _read_input(argument: str) -> float:
 
 
 def _leave_child_and_die(path: str) -> float:
-    """Start a child that keeps every descriptor, then die; the child's pid goes to a file."""
-    child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    """Fork a child that keeps every pipe open, then die; the child's pid goes to a file."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
     with open(path, "w") as file:
-        file.write(str(child.pid))
+        file.write(str(child))
     os._exit(9)
 
 
 def _fork_through(argument: str) -> float:
-    """Let a forked child return through the worker's own loop."""
-    os.fork()
-    return 1.0
+    """Let a forked child return through the worker's own loop, a moment later."""
+    if os.fork() == 0:
+        time.sleep(0.2)
+    return 5.0
 
 
 def _modules(argument: str) -> Verification:
