@@ -80,6 +80,15 @@ def test_problems_that_are_all_alike_count_every_sample():
     assert (got.low, got.high) == pytest.approx((want.low, want.high))
 
 
+def test_partly_alike_samples_count_in_between():
+    # Rates 1, .5, 0: their variance is 1/6, that of the mean 1/18, so .25 / (1/18) = 4.5 trials.
+    got, want = (
+        mean_pass_at_1(torch.tensor([4, 2, 0]), torch.tensor([4] * 3)),
+        wilson_interval(0.5, 4.5),
+    )
+    assert (got.low, got.high) == pytest.approx((want.low, want.high))
+
+
 def test_each_problem_weighs_the_same():
     assert mean_pass_at_1(torch.tensor([1, 0]), torch.tensor([1, 99])).mean == 0.5
 
