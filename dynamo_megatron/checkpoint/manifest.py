@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,14 @@ from dynamo_megatron.checkpoint.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MARKER = "complete.json"
-HASHED_BELOW = 4 << 20
-"""Files up to this many bytes carry a SHA-256: all metadata, and not the terabytes of tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """Size in bytes, and SHA-256 of a small file."""
+    """Size in bytes and SHA-256: torch does not look at the checksums in its own files."""
 
     size: int
-    sha256: str | None
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +77,24 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Records of every file under ``folder``, with their folders synced to disk."""
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 by name of files under ``folder``."""
+    return {name: _sha256(folder / name) for name in names}
+
+
+def record_files(folder: Path, hashes: Mapping[str, str]) -> dict[str, FileRecord]:
+    """Records of every file under ``folder``, with their folders synced to disk.
+
+    Args:
+        folder: the checkpoint.
+        hashes: what is known already, from the ranks that wrote the large files.
+    """
     records = {}
     for base, _, names in os.walk(folder):
-        for name in names:
-            path = Path(base, name)
-            size = path.stat().st_size
-            records[path.relative_to(folder).as_posix()] = FileRecord(
-                size=size, sha256=_sha256(path) if size <= HASHED_BELOW else None
+        for path in (Path(base, name) for name in names):
+            name = path.relative_to(folder).as_posix()
+            records[name] = FileRecord(
+                size=path.stat().st_size, sha256=hashes.get(name) or _sha256(path)
             )
         sync_folder(Path(base))
     return dict(sorted(records.items()))
@@ -151,11 +158,11 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         ) from None
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare every recorded file with what is there.
+def verify_sizes(folder: Path, manifest: Manifest) -> None:
+    """Look for every recorded file.
 
     Raises:
-        CheckpointError: a file is missing, has another size, or another hash.
+        CheckpointError: a file is missing or has another size.
     """
     for name, record in manifest.files.items():
         path = folder / name
@@ -168,10 +175,20 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
                 f"{path} has {size} bytes and was saved with {record.size}: it is truncated or "
                 "was written over."
             )
-        if record.sha256 is not None and _sha256(path) != record.sha256:
+
+
+def verify_hashes(folder: Path, manifest: Manifest, *, rank: int, world_size: int) -> None:
+    """Read this rank's share of the files, the largest dealt out first, and compare hashes.
+
+    Raises:
+        CheckpointError: a file is not what was saved.
+    """
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    for name in by_size[rank::world_size]:
+        if _sha256(folder / name) != manifest.files[name].sha256:
             raise CheckpointError(
-                f"{path} has the right size but another SHA-256 than when it was saved: it is "
-                "damaged or was edited."
+                f"{folder / name} has the right size but another SHA-256 than when it was saved: "
+                "it is damaged or was edited."
             )
 
 

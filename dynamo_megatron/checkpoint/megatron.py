@@ -39,13 +39,16 @@ from dynamo_megatron.checkpoint.folders import (
 from dynamo_megatron.checkpoint.manifest import (
     FORMAT_VERSION,
     MARKER,
+    FileRecord,
     Manifest,
     decode_manifest,
     different_keys,
     encode_manifest,
+    hash_files,
     read_manifest,
     record_files,
-    verify_files,
+    verify_hashes,
+    verify_sizes,
     write_file,
     write_manifest,
 )
@@ -63,7 +66,7 @@ from dynamo_megatron.checkpoint.random_state import (
 )
 from dynamo_megatron.checkpoint.shards import read_shards, write_shards
 from dynamo_megatron.checkpoint.trusted import read_common, read_index
-from dynamo_megatron.parallel.broadcast import broadcast_bytes
+from dynamo_megatron.parallel.broadcast import broadcast_bytes, gather_bytes
 from dynamo_megatron.parallel.reduce import any_rank
 
 logger = logging.getLogger(__name__)
@@ -137,16 +140,24 @@ class MegatronCheckpointer:
                 folder.mkdir(parents=True)
         with_optimizer = self._optimizer_has_state()
         write_shards(self.policy, folder, with_optimizer=with_optimizer)
+        hashes: dict[str, str] = {}
         with together(doing, self._group):
+            # By the rank that wrote it, while the file is still in its memory.
+            own = folder.glob(f"__{rank}_*.distcp")
+            hashes = hash_files(folder, sorted(path.name for path in own))
             random_state = safetensors.torch.save(capture_random_state())
             write_file(folder / _random_file(rank), random_state)
             if self._first:
                 write_file(folder / STATE_FILE, trainer)
                 if config is not None:
                     write_file(folder / CONFIG_FILE, config.encode())
+        gathered = gather_bytes(json.dumps(hashes).encode(), group=self._group)
         with together(doing, self._group):
             if self._first:
-                write_manifest(folder, self._manifest(folder, step, with_optimizer))
+                for part in gathered:
+                    hashes |= json.loads(part)
+                records = record_files(folder, hashes)
+                write_manifest(folder, self._manifest(folder, step, records, with_optimizer))
 
     def _optimizer_has_state(self) -> bool:
         optimizer, scheduler = self.policy.optimizer, self.policy.scheduler
@@ -161,8 +172,9 @@ class MegatronCheckpointer:
             )
         return False
 
-    def _manifest(self, folder: Path, step: int, with_optimizer: bool) -> Manifest:
-        records = record_files(folder)
+    def _manifest(
+        self, folder: Path, step: int, records: Mapping[str, FileRecord], with_optimizer: bool
+    ) -> Manifest:
         world = dist.get_world_size(self._group)
         written = {info.relative_path for info in read_index(folder, records).storage_data.values()}
         absent = ({_random_file(rank) for rank in range(world)} | written) - records.keys()
@@ -245,23 +257,28 @@ class MegatronCheckpointer:
             raise CheckpointError(f"{error}{fallback_advice(path)}") from error
 
     def _open(self, path: Path, *, weights_only: bool) -> tuple[Manifest, bytes]:
-        """Check everything that can be checked before anything changes (rank 0, told to all)."""
+        """Check everything that can be checked before anything changes."""
         marker = trainer = b""
         with together(f"opening {path}", self._group):
             if self._first:
-                manifest = read_manifest(path)
-                try:
-                    verify_files(path, manifest)
+                marker = encode_manifest(manifest := read_manifest(path))
+                self._require_same_model(path, manifest, weights_only=weights_only)
+        marker = broadcast_bytes(marker, src=self._zero, group=self._group)
+        manifest = decode_manifest(marker, path / MARKER)
+        rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        try:
+            with together(f"checking {path}", self._group):
+                if self._first:
+                    verify_sizes(path, manifest)
+                verify_hashes(path, manifest, rank=rank, world_size=world)
+                if self._first:
                     read_index(path, manifest.files)
                     read_common(path)
-                except CheckpointError as error:
-                    raise CheckpointError(f"{error}{fallback_advice(path)}") from None
-                self._require_same_model(path, manifest, weights_only=weights_only)
-                marker = encode_manifest(manifest)
-                trainer = (path / STATE_FILE).read_bytes()
-        marker = broadcast_bytes(marker, src=self._zero, group=self._group)
+                    trainer = (path / STATE_FILE).read_bytes()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{fallback_advice(path)}") from error
         trainer = broadcast_bytes(trainer, src=self._zero, group=self._group)
-        return decode_manifest(marker, path / MARKER), trainer
+        return manifest, trainer
 
     def _require_same_model(self, path: Path, manifest: Manifest, *, weights_only: bool) -> None:
         if differences := different_keys(manifest.fingerprint, self.fingerprint):
