@@ -11,7 +11,11 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from dynamo_megatron.parallel.broadcast import broadcast_bytes
 from dynamo_megatron.parallel.errors import DivergenceError, PeerError
@@ -66,9 +70,9 @@ class ControlPlane:
         name = os.urandom(8).hex().encode() if self.rank == 0 else None
         prefix = f"control/{broadcast_bytes(name, src=self._zero, group=self._group).decode()}"
         # One connection for each thread: a client blocks, and is not safe to share.
-        self._store = PrefixStore(prefix, self._given_store.clone())
+        self._store = _connection(self._given_store, prefix)
         self._heartbeat = Heartbeat(
-            PrefixStore(prefix, self._given_store.clone()),
+            _connection(self._given_store, prefix),
             rank=self.rank,
             world_size=dist.get_world_size(self._group),
             timeout_s=self._timeout_s,
@@ -163,6 +167,11 @@ class ControlPlane:
         if header["error"] is not None:
             raise PeerError(self._zero, phase, *header["error"])
         return broadcast_bytes(None, src=self._zero, group=self._group)
+
+
+def _connection(store: Store, prefix: str) -> PrefixStore:
+    # torch's type stubs lag behind: every store has clone.
+    return PrefixStore(prefix, store.clone())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _blames_connection(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 
-from torch.distributed import Store
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dynamo_megatron.protocols import WeightStream
 from dynamo_megatron.rollout.decode import Decoded, DecodeSpec, decode
@@ -79,12 +79,13 @@ class HfEngine:
                 "generation_config."
             )
         register_attention()
-        with torch.random.fork_rng():  # building a model draws initial weights
-            self._model = AutoModelForCausalLM.from_pretrained(
+        with torch.random.fork_rng(devices=[]):  # building a model draws initial weights
+            self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 model_path, dtype=dtype, attn_implementation=ATTENTION
             )
         require_plain_attention(self._model.config)
-        self._model.to(device).eval().requires_grad_(False)
+        self._model.to(torch.device(device))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        self._model.eval().requires_grad_(False)
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._max_tokens = max_tokens
         self._batch_size = batch_size

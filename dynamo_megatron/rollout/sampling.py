@@ -46,10 +46,8 @@ def sample_tokens(
     """
     logp_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     cdf_BV = logp_BV.double().exp().cumsum(dim=-1)
-    total_B = cdf_BV[:, -1]
-    # Strictly below the total, whatever the rounding, so that an entry above it exists.
-    below_B = torch.nextafter(total_B, torch.zeros_like(total_B))
-    point_B = torch.minimum(uniforms_B * total_B, below_B)
+    # In float64, u <= 1 - 2**-53 keeps u * total below total: an entry above it always exists.
+    point_B = uniforms_B * cdf_BV[:, -1]
     token_B = torch.searchsorted(cdf_BV, point_B[:, None], right=True)
     token_B = token_B.clamp_(max=logits_BV.shape[-1] - 1)  # all-NaN rows point past the end
     return token_B[:, 0], logp_BV.gather(1, token_B)[:, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
         )
 
 
-def _tied_names(model: PreTrainedModel, parameters: dict[str, Tensor]) -> dict[str, str]:
+def _tied_names(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Second names of parameters that have two, with the first."""
     first = {id(parameter): name for name, parameter in parameters.items()}
     return {
