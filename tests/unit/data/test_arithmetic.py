@@ -66,11 +66,15 @@ def test_another_seed_draws_other_problems():
     assert len(texts[0] & texts[1]) < 10
 
 
-def test_problem_texts_are_unique_and_never_among_the_excluded():
+def test_problem_texts_are_unique_where_a_plain_draw_would_repeat_some():
+    texts = [p.problem for p in arithmetic_problems(20_000, seed=6, split="train")]
+    assert len(set(texts)) == 20_000
+
+
+def test_excluded_texts_are_never_drawn():
     excluded = frozenset(p.problem for p in arithmetic_problems(300, seed=6, split="train"))
-    texts = [p.problem for p in arithmetic_problems(3000, seed=6, split="train", exclude=excluded)]
-    assert len(set(texts)) == 3000
-    assert excluded.isdisjoint(texts)
+    problems = arithmetic_problems(1000, seed=6, split="train", exclude=excluded)
+    assert excluded.isdisjoint(p.problem for p in problems)
 
 
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 1), (17, 4)])
