@@ -53,7 +53,7 @@ def test_numbers_and_text_come_back_exactly():
     state = {
         "floats": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, math.inf],
         "big": 2**80,
-        "text": "\ud83c\udf1f é \x00 \ud800",
+        "text": "🌟 é \x00 \ud800",
         "nothing": None,
         "flag": True,
         "history": {"prompt": [3, 8.0]},
@@ -165,8 +165,6 @@ def test_a_checkpoint_before_the_first_update_brings_the_start_back(options, mod
             return start, end, again, everything(run)
 
     ((start, end, again, end_again),) = run_on_ranks(work, 1)
-    # A distributed optimizer that has never stepped is given zeros by saving it.
-    start["tensors"].pop("rng"), again["tensors"].pop("rng")
     assert_same(again, start)
     assert_same(end_again, end)
 
