@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamo_megatron.parallel.broadcast import gather_bytes
 from dynamo_megatron.parallel.reduce import any_rank
@@ -24,7 +24,8 @@ class CheckpointError(RuntimeError):
 def together(doing: str, group: ProcessGroup) -> Iterator[None]:
     """Run a block on every rank; when it fails on any, raise the same error on all.
 
-    The block itself must not contain a collective that a failing rank would miss.
+    The block itself must not contain a collective that a failing rank would miss. (Torch's
+    distributed checkpoint has its own, in which every rank hears of a failure.)
 
     Args:
         doing: what the block does, for the message ("writing /runs/a/step_00000012").

@@ -104,7 +104,7 @@ def prune(directory: Path, *, keep: int, written: Path) -> None:
     found, incomplete = complete_checkpoints(directory)
     for path in incomplete:
         logger.info("removing %s, left by an interrupted save", path)
-        shutil.rmtree(path)
+        _remove(path)
     later = [f.step for f in found if f.step > read_manifest(written).step]
     if later:
         logger.warning(
@@ -115,7 +115,15 @@ def prune(directory: Path, *, keep: int, written: Path) -> None:
         )
     others = [f.path for f in found if f.path != written]
     for path in others[: max(len(others) - (keep - 1), 0)]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
         # The marker first: a kill in between must not leave a "complete" checkpoint without files.
-        (path / MARKER).unlink()
+        (path / MARKER).unlink(missing_ok=True)
         sync_folder(path)
         shutil.rmtree(path)
+    except OSError as error:
+        # No reason to end a run whose checkpoint has just been written.
+        logger.warning("%s could not be removed (%s); the next save tries again.", path, error)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
@@ -15,19 +16,25 @@ from torch import Tensor
 _CPU, _CUDA, _TRACKER = "torch.cpu", "torch.cuda", "tracker."
 
 
+def _tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "init_topology makes it"
+    return tracker
+
+
 def capture_random_state() -> dict[str, Tensor]:
     """States of torch's CPU and current CUDA generator and of Megatron's tracker, uint8 on CPU."""
     states = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         states[_CUDA] = torch.cuda.get_rng_state()
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    for name, state in _tracker().get_states().items():
         states[_TRACKER + name] = state.cpu()
     return {name: state.clone() for name, state in states.items()}
 
 
 def restore_random_state(states: Mapping[str, Tensor]) -> None:
     """Continue from captured states, on a host of the same kind."""
-    get_cuda_rng_tracker().set_states(
+    _tracker().set_states(
         {
             name.removeprefix(_TRACKER): state.clone()
             for name, state in states.items()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -20,7 +19,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -85,6 +87,7 @@ def write_shards(policy: TrainedPolicy, folder: Path, *, with_optimizer: bool) -
     doing = f"writing {folder}"
     with together(doing, group):
         sharded, common = save_preprocess(state)
+        assert isinstance(sharded, dict), "the state is one"
     with together(doing, group):
         if policy.topology.rank == 0:
             serialised = io.BytesIO()
@@ -95,7 +98,7 @@ def write_shards(policy: TrainedPolicy, folder: Path, *, with_optimizer: bool) -
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded, keep_only_main_replica=True
         )
-        dcp.save(
+        save_together(
             mcore_to_pyt_state_dict(by_key),
             storage_writer=_Writer(str(folder), thread_count=1, overwrite=False),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
@@ -137,7 +140,7 @@ def read_shards(
     with together(f"reading {folder}", policy.topology.world_group):
         try:
             loaded = _read(state, folder, common)
-        except dcp.CheckpointException:  # raised on every rank; rank 0 finds out which file
+        except CheckpointException:  # raised on every rank; rank 0 finds out which file
             if policy.topology.rank == 0:
                 name_unreadable_tensor(folder)
             raise
@@ -151,7 +154,9 @@ def _read(state: dict[str, Any], folder: Path, common: dict[str, Any]) -> dict[s
         # megatron-core calls names that torch has deprecated; its users can do nothing about it.
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-        return dist_checkpointing.load(state, str(folder), common_strategy=_AlreadyRead(common))
+        loaded = dist_checkpointing.load(state, str(folder), common_strategy=_AlreadyRead(common))
+    assert isinstance(loaded, dict), "only other values of `strict` return more than the state"
+    return loaded
 
 
 class _AlreadyRead(TorchCommonLoadStrategy):

@@ -199,6 +199,10 @@ def test_random_states_continue_at_the_same_layout_and_are_reseeded_at_another(m
             checkpointer(run, tmp_path / "c").save(1, {})
             return torch.rand(3)
 
+    def fresh():
+        with policy(model_dir, Layout()):
+            return torch.rand(3)
+
     def load(layout: Layout):
         def work():
             messages = []
@@ -217,7 +221,10 @@ def test_random_states_continue_at_the_same_layout_and_are_reseeded_at_another(m
     assert [torch.equal(w, g) for w, (g, _) in zip(want, same, strict=True)] == [True, True]
     assert [messages for _, messages in same] == [[], []]
     ((other, (message,)),) = load(Layout())
-    assert not any(torch.equal(other, w) for w in want)
+    ((again, _),) = load(Layout())
+    (start,) = run_on_ranks(fresh, 1)
+    assert torch.equal(other, again)
+    assert not any(torch.equal(other, w) for w in [start, *want]), "no stream is drawn from twice"
     assert "'data': 2" in message and "'data': 1" in message and "seeded" in message
 
 

@@ -1,4 +1,5 @@
 import logging
+import shutil
 
 import pytest
 
@@ -81,6 +82,24 @@ def test_pruning_never_removes_what_was_just_written(keep, tmp_path, caplog):
     kept = ["step_00000003", "step_00000009"]
     assert names(tmp_path) == kept[:keep]
     assert "later steps than the one just saved (8, 9)" in caplog.text
+
+
+def test_what_cannot_be_removed_does_not_end_the_run(tmp_path, caplog, monkeypatch):
+    for step in (1, 2, 3):
+        make(tmp_path, f"step_{step:08d}")
+
+    def busy(path):
+        if path.name == "step_00000001":
+            raise OSError(16, "Device or resource busy")
+        remove(path)
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    prune(tmp_path, keep=1, written=tmp_path / "step_00000003")
+    assert names(tmp_path) == ["step_00000001", "step_00000003"]
+    assert "step_00000001 could not be removed" in caplog.text
+    found, incomplete = complete_checkpoints(tmp_path)
+    assert [f.step for f in found] == [3] and incomplete == [tmp_path / "step_00000001"]
 
 
 def test_publishing_over_a_checkpoint_of_the_same_step_replaces_it(tmp_path):
