@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dynamo_megatron.kernels.blocks import CompiledBlocks
 from dynamo_megatron.kernels.finish import RowState, finish
 from dynamo_megatron.kernels.rows import backward_rows, forward_rows
 from dynamo_megatron.types import TokenStats
@@ -35,6 +36,11 @@ class Engine:
 
 
 TORCH = Engine(forward_rows, finish, backward_rows)
+TORCH_COMPILE = Engine(
+    functools.partial(forward_rows, blocks_of=CompiledBlocks),
+    finish,
+    functools.partial(backward_rows, blocks_of=CompiledBlocks),
+)
 
 
 def choose_engine(impl: Implementation, dtype: torch.dtype, device: torch.device) -> Engine:
@@ -52,11 +58,13 @@ def choose_engine(impl: Implementation, dtype: torch.dtype, device: torch.device
         impl = "triton" if device.type == "cuda" and _triton_installed() else "torch"
     if impl == "torch":
         return TORCH
+    if impl == "torch_compile":
+        return TORCH_COMPILE
     if impl == "triton":
         return _triton_engine()
     raise ValueError(
-        f"impl={impl!r} is not available here: choose 'auto', 'torch' or 'triton' "
-        "('reference' in token_stats only)."
+        f"impl={impl!r} is not available here: choose 'auto', 'torch', 'torch_compile' or "
+        "'triton' ('reference' in token_stats only)."
     )
 
 

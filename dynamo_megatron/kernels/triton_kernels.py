@@ -166,7 +166,8 @@ def gradient_kernel(
     if HAS_G:
         g = (tl.load(g_ptr + row) * inv).to(tl.float32)
     z = tl.load(z_ptr + row * width + columns, mask=columns < width, other=-float("inf"))
-    d = (z.to(tl.float32) - tl.load(m_ptr + row)) * (inv * LOG2_E).to(tl.float32)
+    z = tl.where(real, z.to(tl.float32), -float("inf"))
+    d = (z - tl.load(m_ptr + row)) * (inv * LOG2_E).to(tl.float32)
     d = _nan_max(d, D_FLOOR)
     pi = tl.exp2(d - tl.load(log_s0_ptr + row) * LOG2_E)
     weight = g

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter. Run by test_triton_interpreter.py in a process of its
+"""The Triton kernels in Triton's interpreter. Run by test_own_process.py in a process of its
 own, because the interpreter is chosen by TRITON_INTERPRET when the kernels are imported.
 
 Problems stay small: the interpreter handles about a million columns a second.

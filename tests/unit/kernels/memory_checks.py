@@ -1,5 +1,5 @@
-"""Memory of the token statistics. Run by test_memory.py in a process of its own: what earlier tests
-left in the allocator would hide what is measured here.
+"""Memory of the token statistics. Run by test_own_process.py in a process of its own: what earlier
+tests left in the allocator would hide what is measured here.
 """
 
 import torch

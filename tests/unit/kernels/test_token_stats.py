@@ -244,6 +244,31 @@ def test_an_ignored_row_has_no_gradient_even_where_its_logits_are_nan():
     torch.testing.assert_close(leaf.grad[0], torch.zeros(5))
 
 
+def test_q_is_the_expectation_of_pi_lambda_that_sampling_estimates():
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
+    got = token_stats(logits.float(), torch.tensor([0]), vocab_size=40)
+    log_pi = logits[0].log_softmax(-1)
+    value = log_pi.exp() * (log_pi + float(got.entropy))
+    draws = value[torch.multinomial(log_pi.exp(), 200_000, replacement=True)]
+    assert abs(float(draws.mean() - got.q)) < 4 * float(draws.std()) / 200_000**0.5
+
+
+def test_entropy_moves_by_minus_pi_lambda_minus_q_when_a_token_is_raised():
+    # dH = -eta (pi_y Lambda_y - Q) + O(eta^2) for a step eta on log pi(y): DynaMO's first order.
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(9), dtype=torch.float64) * 2
+    target = torch.tensor([4])
+    stats = token_stats(logits, target, vocab_size=30)
+    predicted = -(stats.logp.exp() * stats.lam - stats.q)
+    step = torch.nn.functional.one_hot(target, 30) - logits.softmax(-1)
+    errors = []
+    for eta in (1e-2, 1e-3, 1e-4):
+        moved = token_stats(logits + eta * step, target, vocab_size=30).entropy - stats.entropy
+        errors.append(abs(float(moved / eta / predicted) - 1))
+    assert errors[2] < 1e-3
+    assert errors[1] == pytest.approx(errors[0] / 10, rel=0.2)
+    assert errors[2] == pytest.approx(errors[1] / 10, rel=0.2)
+
+
 def test_vocabulary_of_one_is_certain():
     got = token_stats(torch.tensor([[3.0]]), torch.tensor([0]), vocab_size=1)
     assert [float(getattr(got, n)) for n in FIELDS] == [0.0, 0.0, 0.0, 1.0, 0.0]
