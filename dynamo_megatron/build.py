@@ -54,7 +54,8 @@ class Inputs:
         arch: its shape.
         tokenizer: its tokenizer.
         stop_ids: tokens that end a response.
-        train: training prompts.
+        train_prompts: training prompts.
+        train: the same in the order in which they are drawn.
         heldout: held-out prompts, disjoint from the training prompts.
     """
 
@@ -62,6 +63,7 @@ class Inputs:
     arch: Architecture
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
+    train_prompts: tuple[Prompt, ...]
     train: ShuffledPrompts
     heldout: tuple[Prompt, ...]
 
@@ -105,6 +107,7 @@ def read_inputs(config: Config) -> Inputs:
         arch=arch,
         tokenizer=tokenizer,
         stop_ids=stop_token_ids(tokenizer, model_dir),
+        train_prompts=train,
         train=ShuffledPrompts(train, seed=config.run.seed),
         heldout=heldout,
     )
@@ -213,7 +216,7 @@ def build_tier(
             workers=config.reward.workers,
             timeout_s=config.reward.timeout_s,
         )
-        reward.check(inputs.heldout[:1])
+        reward.check((*inputs.train_prompts, *inputs.heldout))
         engine = HfEngine(
             inputs.model_dir,
             max_tokens=config.rollout.max_tokens,

@@ -53,7 +53,7 @@ def allocate(
 def num_cold(prompts: Sequence[Prompt], history: SuccessHistory, config: AllocationConfig) -> int:
     """Prompts whose variance is not known well enough to be believed."""
     _, num_rollouts = history.lookup(prompt.id for prompt in prompts)
-    return int((num_rollouts < max(config.n_low, config.init)).sum())
+    return int((num_rollouts < max(config.n_low, config.init, 2)).sum())
 
 
 def observed(
