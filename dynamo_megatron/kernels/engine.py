@@ -1,8 +1,8 @@
 """Which code sums up the rows: plain torch, compiled torch, or Triton."""
 
 import functools
-import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 from dynamo_megatron.kernels.blocks import CompiledBlocks
 from dynamo_megatron.kernels.finish import RowState, finish
 from dynamo_megatron.kernels.rows import backward_rows, forward_rows
+from dynamo_megatron.kernels.shard import VocabShard
 from dynamo_megatron.types import TokenStats
 
 Implementation = Literal["auto", "reference", "torch", "torch_compile", "triton"]
@@ -55,12 +56,17 @@ def choose_engine(impl: Implementation, dtype: torch.dtype, device: torch.device
             "impl='reference' takes any float dtype."
         )
     if impl == "auto":
-        impl = "triton" if device.type == "cuda" and _triton_installed() else "torch"
+        impl = "triton" if device.type == "cuda" and triton_works(device) else "torch"
     if impl == "torch":
         return TORCH
     if impl == "torch_compile":
         return TORCH_COMPILE
     if impl == "triton":
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"impl='triton' needs a CUDA device, the tensors are on {device}. Use 'torch' (or "
+                "set TRITON_INTERPRET=1 to run the kernels in Triton's slow interpreter)."
+            )
         return _triton_engine()
     raise ValueError(
         f"impl={impl!r} is not available here: choose 'auto', 'torch', 'torch_compile' or "
@@ -69,15 +75,30 @@ def choose_engine(impl: Implementation, dtype: torch.dtype, device: torch.device
 
 
 @functools.cache
-def _triton_installed() -> bool:
-    """Whether Triton can be imported; where not, says once what that costs."""
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    logger.warning(
-        "triton is not installed: the token statistics run in plain torch, several times slower "
-        "on a GPU. Install triton, or set the implementation to 'torch' to silence this."
-    )
-    return False
+def triton_works(device: torch.device) -> bool:
+    """Whether the kernels can be imported, compiled and run on ``device``; warns once if not.
+
+    A failure here has a good answer, plain torch. A wrong number would not: nothing is compared.
+    """
+    try:
+        engine = _triton_engine()
+        shard = VocabShard(0, 16, 16, None)
+        inv_T = torch.ones(1, dtype=torch.float64, device=device)
+        targets_T = torch.zeros(1, dtype=torch.int64, device=device)
+        partial = engine.partials(
+            torch.zeros(1, 16, device=device), targets_T, inv_T, shard, need_q=True
+        )
+        engine.finish(partial[None], targets_T, inv_T)
+    except Exception as error:  # ImportError, or any of the compiler's and driver's own
+        logger.warning(
+            "the Triton kernels do not run on %s (%s: %s): the token statistics use plain torch, "
+            "several times slower on a GPU. Repair Triton, or set the implementation to 'torch'.",
+            device,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
 
 
 def _triton_engine() -> Engine:
