@@ -91,10 +91,15 @@ def check_sampler_agreement(
         SamplerMismatchError: a token's gap is above the tolerance or not finite. Says how far apart
             they are, where, and which stage is most likely wrong.
     """
+    # Statistics come from the GPU, the batch lives on the CPU; the comparison is small.
+    trainer_logp_T, sampler_logp_T = trainer_logp_T.cpu(), sampler_logp_T.cpu()
+    response_offsets = response_offsets.cpu()
     lengths_S = response_offsets[1:] - response_offsets[:-1]
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     position_T = torch.arange(len(sequence_T)) - response_offsets[sequence_T]
-    chosen_T = torch.ones_like(sequence_T, dtype=torch.bool) if compared_T is None else compared_T
+    chosen_T = (
+        torch.ones_like(sequence_T, dtype=torch.bool) if compared_T is None else compared_T.cpu()
+    )
     trainer, sampler = trainer_logp_T[chosen_T].double(), sampler_logp_T[chosen_T].double()
     gap = (trainer - sampler).abs()
     if gap.numel() == 0:
