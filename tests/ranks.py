@@ -96,6 +96,8 @@ def _rank_main(fn, args, rank, world_size, folder, timeout, sender) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        # A rank that returned while its peers still connect would break their connections.
+        dist.barrier()
         message = (True, fn(*args))
         dist.destroy_process_group()
     except BaseException:
