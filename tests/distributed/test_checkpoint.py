@@ -58,8 +58,8 @@ def test_two_steps_then_a_resume_and_two_more_are_four_steps(name, models, tmp_p
             state = saved.load(saved.latest())
             return state, train(run, range(2, 4)), everything(run)
 
-    want = run_on_ranks(uninterrupted, layout.world_size)
-    got = run_on_ranks(resumed, layout.world_size)
+    want = run_on_ranks(uninterrupted, layout.world_size, timeout=180)
+    got = run_on_ranks(resumed, layout.world_size, timeout=180)
     for (first, updates, end), (state, resumed_updates, resumed_end) in zip(want, got, strict=True):
         assert state == STATE
         assert resumed_updates == updates
@@ -92,7 +92,7 @@ def test_resuming_from_a_resumed_run_and_loading_twice_change_nothing(
                 saved.save(3, {})  # over the checkpoint that was loaded
         return want, seen
 
-    ((want, seen),) = run_on_ranks(work, 1)
+    ((want, seen),) = run_on_ranks(work, 1, timeout=180)
     for got in seen:
         assert_same(got, want)
 
@@ -113,7 +113,7 @@ def test_bfloat16_resumes_with_its_float32_master_weights(distributed, models, t
             saved.load(saved.latest())
             return updates == train(run, range(2, 3)), want, everything(run)
 
-    ((same_updates, want, got),) = run_on_ranks(work, 1)
+    ((same_updates, want, got),) = run_on_ranks(work, 1, timeout=180)
     assert same_updates
     assert_same(got, want)
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_resumes_at_any_layout(distributed, tied, models, tmp_path)
                 weights = hf_weights(run)
                 return weights, padding, train(run, range(2, 4))
 
-        return run_on_ranks(work, stations[number].world_size)
+        return run_on_ranks(work, stations[number].world_size, timeout=180)
 
     want_weights, _, want_updates = station(0)[0]
     tensors = _all_tensors(tmp_path / "0" / "step_00000002")
@@ -179,7 +179,7 @@ def _all_tensors(folder):
         loaded = dist_checkpointing.load_plain_tensors(str(folder))
         return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
 
-    return run_on_ranks(work, 1)[0]
+    return run_on_ranks(work, 1, timeout=180)[0]
 
 
 def _assert_equal_tensors(got, want) -> None:
@@ -213,7 +213,7 @@ def test_random_states_continue_at_the_same_layout_and_are_reseeded_at_another(m
                 saved.load(saved.latest())
                 return torch.rand(3), messages
 
-        return run_on_ranks(work, layout.world_size)
+        return run_on_ranks(work, layout.world_size, timeout=180)
 
     want = run_on_ranks(save, 2)
     assert not torch.equal(want[0], want[1])

@@ -54,7 +54,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_alike(full_rank, m
             saved.save(2, {"step": 2})
             return str(caught.value), left, latest == old, dict(saved.load(saved.latest()))
 
-    ranks = run_on_ranks(work, 2)
+    ranks = run_on_ranks(work, 2, timeout=180)
     message = ranks[0][0]
     assert ranks[1][0] == message
     assert f"failed on rank {full_rank}" in message
@@ -91,7 +91,7 @@ def test_a_full_disk_is_named_and_the_save_succeeds_once_there_is_space(model_di
             return str(caught.value), left, saved.save(2, {}).name, _names(disk)
 
     try:
-        ranks = run_on_ranks(work, 2)
+        ranks = run_on_ranks(work, 2, timeout=180)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
     assert ranks[0] == ranks[1]
@@ -190,7 +190,7 @@ def test_a_save_starts_no_process(model_dir, tmp_path, monkeypatch):
         with policy(model_dir, TWO) as run:
             checkpointer(run, tmp_path).save(1, {})
 
-    run_on_ranks(work, 2)
+    run_on_ranks(work, 2, timeout=180)
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_refused_when_saving(model_dir, tmp_path):
@@ -201,7 +201,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_refused_when_saving(model_dir, 
                 saved.save(1, {})
             return str(caught.value), saved.latest()
 
-    ranks = run_on_ranks(work, 2)
+    ranks = run_on_ranks(work, 2, timeout=180)
     assert ranks[0] == ranks[1]
     assert "not on a file system that all ranks share" in ranks[0][0]
     assert ranks[0][1] is None
@@ -214,4 +214,4 @@ def test_rank_0_decides_which_checkpoint_is_the_latest(model_dir, tmp_path):
             mine = checkpointer(run, tmp_path / str(dist.get_rank()))
             return mine.latest().name
 
-    assert run_on_ranks(work, 2) == ["step_00000007"] * 2
+    assert run_on_ranks(work, 2, timeout=180) == ["step_00000007"] * 2
