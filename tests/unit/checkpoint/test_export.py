@@ -188,3 +188,19 @@ def test_every_tensor_of_the_model_is_written_exactly_once_or_nothing_is(alter, 
 
     run_on_ranks(work, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_may_reuse_its_memory_from_tensor_to_tensor(tmp_path):
+    def through_one_buffer(stream):
+        buffer = torch.empty(max(tensor.numel() for _, tensor in stream))
+        for name, tensor in stream:
+            view = buffer[: tensor.numel()].view_as(tensor)
+            yield name, view.copy_(tensor)
+
+    def work():
+        with policy(TINY) as run:
+            export_hf(_Altered(run, through_one_buffer), TINY, tmp_path / "out")
+
+    run_on_ranks(work, 1)
+    source, exported = read_tensors(TINY), read_tensors(tmp_path / "out")
+    assert all(torch.equal(exported[name], source[name]) for name in source)
