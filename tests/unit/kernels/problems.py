@@ -43,8 +43,8 @@ def hostile_problem(*, ranks: int, dtype: torch.dtype, tokens: int = 24, width: 
     logits[7, [4, 9]] = 40.0  # two equal peaks
     targets[8] = -100
     logits[9] = -150.0
-    targets[10] = 0
-    targets[11] = vocab_size - 1
+    borders = (0, vocab_size - 1, min(width, vocab_size - 1), min(width, vocab_size) - 1)
+    targets[[10, 11, 0, 5]] = torch.tensor(borders)
     g = torch.randn(tokens, generator=generator)
     k = torch.randn(tokens, generator=generator)
     return Problem(logits, targets, vocab_size, g, k)

@@ -204,6 +204,15 @@ def test_masked_logits_give_a_finite_entropy_and_no_gradient_there():
     torch.testing.assert_close(logits.grad, torch.tensor([[0.5, 0.0, -0.5]]))
 
 
+def test_a_masked_target_is_impossible_and_its_gradient_finite():
+    logits = torch.tensor([[1.0, -torch.inf, 1.0]], requires_grad=True)
+    got = token_stats(logits, torch.tensor([1]), vocab_size=3)
+    assert float(got.logp.detach()) == float(got.lam) == -torch.inf
+    # d log pi(1) / dz = 1{1} - pi, and the entropy of two equals is at its maximum.
+    (got.logp + 3.0 * got.entropy).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 1.0, -0.5]]))
+
+
 def test_bfloat16_logits_are_not_rounded_again_by_the_temperature():
     # Dividing bfloat16 logits by 0.7 in place costs 1.7e-2 nats on average.
     generator = torch.Generator().manual_seed(0)
