@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.kernels import token_stats, token_stats_linear
 from tests.ranks import run_on_ranks
-from tests.unit.kernels.problems import CollectiveCounter, Problem, dense_stats
+from tests.unit.kernels.problems import CollectiveCounter, LargestTensor, Problem, dense_stats
 
 D, WIDTH, ROWS = 16, 60, 32
 
@@ -133,6 +133,16 @@ def test_no_tokens_and_ranks_without_ids_take_part(sequence_parallel):
     run_on_ranks(_check_no_tokens_and_empty_shards, 2, sequence_parallel)
 
 
+def test_no_more_logits_exist_at_once_than_those_of_a_chunk():
+    hidden = torch.randn(64, D, requires_grad=True)
+    weight = torch.randn(300, D, requires_grad=True)
+    with LargestTensor() as seen:
+        got = token_stats_linear(hidden, weight, torch.arange(64), vocab_size=300, token_chunk=20)
+        got.logp.sum().backward()
+    # Two float32 scratch blocks of a chunk, or the weight's gradient; all logits would be 19200.
+    assert seen.numel == max(2 * 20 * 300, 300 * D)
+
+
 def test_only_what_needs_a_gradient_gets_one():
     hidden = torch.randn(5, D)
     weight = torch.randn(30, D, requires_grad=True)
@@ -190,3 +200,56 @@ def test_bad_input_is_refused_with_its_values(change, message):
     }
     with pytest.raises(ValueError, match=message):
         token_stats_linear(**(arguments | change))
+
+
+class _TiedHead(torch.nn.Module):
+    """An embedding, and a head that may share its weight, behind Megatron's gradient buffers."""
+
+    def __init__(self, tied):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.embedding = torch.nn.Parameter(torch.randn(12, D, generator=generator))
+        self.head = self.embedding if tied else torch.nn.Parameter(self.embedding.detach() + 0.1)
+
+    def forward(self, tokens, targets, fused):
+        hidden = self.embedding[tokens]
+        if fused:
+            return token_stats_linear(hidden, self.head, targets, vocab_size=12).logp.sum()
+        return token_stats(hidden @ self.head.t(), targets, vocab_size=12).logp.sum()
+
+
+def _check_megatron_buffers(tied, zero_out_wgrad, overlap):
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel()
+    module = _TiedHead(tied)
+    want = _TiedHead(tied)
+    if zero_out_wgrad:
+        module.head.zero_out_wgrad = True
+    model = DistributedDataParallel(
+        TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=1, cuda_graph_scope=[]),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
+        module,
+    )
+    model.zero_grad_buffer()
+    rows = [torch.tensor([3, 7, 3]), torch.tensor([1, 2, 11])]
+    for tokens, fused in zip(rows, (True, False), strict=True):  # a long row and a short one
+        if fused:
+            with model.no_sync():
+                model(tokens, tokens.flip(0), fused).backward()
+        else:
+            model(tokens, tokens.flip(0), fused).backward()
+        want(tokens, tokens.flip(0), False).backward()
+    model.finish_grad_sync()
+    torch.testing.assert_close(module.embedding.main_grad, want.embedding.grad)
+    torch.testing.assert_close(module.head.main_grad, want.head.grad)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("tied", "zero_out_wgrad"), [(False, False), (True, True), (True, False)])
+def test_megatrons_gradient_buffers_hold_fused_plain_and_tied_gradients_together(
+    tied, zero_out_wgrad, overlap
+):
+    run_on_ranks(_check_megatron_buffers, 1, tied, zero_out_wgrad, overlap)

@@ -6,6 +6,7 @@ import torch
 import torch._dynamo  # dispatch modes import it: once here, not in every forked rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,18 @@ class CollectiveCounter(TorchDispatchMode):
             given = [given] if isinstance(given, Tensor) else given
             self.bytes_sent += sum(t.numel() * t.element_size() for t in given)
         return func(*args, **(kwargs or {}))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor any operation makes, and the collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel, self.collectives = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_iter(result) if isinstance(t, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        self.collectives += func.namespace == "c10d"
+        return result

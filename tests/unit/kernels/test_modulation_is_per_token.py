@@ -1,30 +1,13 @@
 """From statistics to modulated advantages and loss terms: elementwise, nothing larger than [T]."""
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from dynamo_megatron.algo.modulation import entropy_change, modulate, stat_range
 from dynamo_megatron.algo.policy_loss import clipped_policy_loss
 from dynamo_megatron.kernels import token_stats
+from tests.unit.kernels.problems import LargestTensor
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor any operation makes, and the collectives."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel, self.collectives = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_iter(result) if isinstance(t, Tensor)]
-        self.numel = max([self.numel, *sizes])
-        self.collectives += func.namespace == "c10d"
-        return result
 
 
 def test_modulated_loss_terms_and_their_gradient_never_leave_the_token_dimension():
