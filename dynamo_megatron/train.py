@@ -157,13 +157,15 @@ def _resume(config: Config, checkpointer):
 def _finish(config: Config, inputs, policy, state) -> None:
     """Export the policy and say where everything is."""
     from dynamo_megatron.checkpoint.export import export_hf
+    from dynamo_megatron.parallel.reduce import any_rank
     from dynamo_megatron.summary import summarize
 
     run_dir = Path(config.run.dir)
     export = None
     if config.checkpoint.export_hf and state.step >= config.run.num_steps:
-        export = run_dir / "hf"
-        if not export.exists():
+        export = run_dir / "hf" / f"step_{state.step:06d}"
+        # Asked of all ranks: on a network file system they may see the folder at different times.
+        if not any_rank(export.exists(), group=policy.topology.world_group):
             export_hf(policy, inputs.model_dir, export)
     if policy.topology.rank == 0:
         logger.info("%s", summarize(run_dir, state, num_steps=config.run.num_steps, export=export))

@@ -171,9 +171,9 @@ def test_a_step_without_any_verdict_is_counted_and_survived(tmp_path, monkeypatc
     assert "2 steps without a verified response" in ranks.log(0)
 
 
-def _wait_for_first_step(ranks: Ranks, run_dir) -> None:
+def _wait_for_a_checkpoint(ranks: Ranks, run_dir) -> None:
     deadline = time.monotonic() + 100
-    while not (run_dir / "metrics.jsonl").exists() or not metrics_of(run_dir):
+    while not (run_dir / "checkpoints" / "step_00000001").exists():
         assert time.monotonic() < deadline, ranks.log(0)
         time.sleep(0.02)
 
@@ -190,7 +190,7 @@ def test_a_rank_killed_in_the_middle_ends_the_run_with_its_name(tmp_path, victim
         parallel__tensor=2,
     )
     ranks = start(argv, 2, tmp_path / "logs")
-    _wait_for_first_step(ranks, run_dir)
+    _wait_for_a_checkpoint(ranks, run_dir)
     ranks.signal(victim)
     killed_at = time.monotonic()
     codes = ranks.wait(60)

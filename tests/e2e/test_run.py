@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ data:
   heldout:
     - {kind: arithmetic, split: heldout, num_problems: 8, seed: 2}
 """
+
+
+def exported(run_dir) -> Path:
+    """The one Hugging Face folder that the run left."""
+    (folder,) = (run_dir / "hf").iterdir()
+    return folder
 
 
 def results(run_dir) -> list[dict]:
@@ -56,7 +63,7 @@ def test_a_run_leaves_what_a_person_wants(tmp_path):
     samples = (run_dir / "evaluations" / "step_000002.jsonl").read_text().splitlines()
     assert len(samples) == 8 and "response" in json.loads(samples[0])
     assert "held-out pass@1" in ranks.log(0) and "next:" in ranks.log(0)
-    _, info = AutoModelForCausalLM.from_pretrained(run_dir / "hf", output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(exported(run_dir), output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
@@ -85,7 +92,7 @@ def test_killed_and_resumed_equals_uninterrupted_bitwise(tmp_path, tensor, world
     launch(arguments(tmp_path, broken, EVALUATED, **options), world_size, tmp_path / "c")
 
     assert results(broken) == results(whole)
-    got, want = (load_file(d / "hf" / "model.safetensors") for d in (broken, whole))
+    got, want = (load_file(exported(d) / "model.safetensors") for d in (broken, whole))
     assert got.keys() == want.keys()
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
@@ -107,7 +114,7 @@ def test_sigterm_saves_and_exits_cleanly_and_the_rest_is_the_same(tmp_path):
     options["run__resume"] = "always"
     launch(arguments(tmp_path, stopped, **options), 2, tmp_path / "c")
     assert results(stopped) == results(whole)
-    got, want = (load_file(d / "hf" / "model.safetensors") for d in (stopped, whole))
+    got, want = (load_file(exported(d) / "model.safetensors") for d in (stopped, whole))
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
