@@ -25,6 +25,27 @@ from dynamo_megatron.types import TokenStats
 # Bytes of logits that exist at once when token_chunk is None.
 CPU_CHUNK_BYTES = 32 << 20
 GPU_CHUNK_BYTES = 256 << 20
+# Logits of a micro-batch that may be held whole, as the default of fused_head_pays.
+LOGITS_BUDGET_BYTES = 2 << 30
+
+
+def fused_head_pays(
+    tokens: int, columns: int, element_size: int, *, budget_bytes: int = LOGITS_BUDGET_BYTES
+) -> bool:
+    """Whether `token_stats_linear` should be preferred to the LM head and `token_stats`.
+
+    It projects once more (four matrix products for three) and saves the logits, so it pays where
+    they would not fit: where ``tokens * columns * element_size`` exceeds the budget. Count the
+    tokens that are projected, without prompts and padding. The same on every rank of a
+    tensor-parallel group, whose ranks hold equally many tokens and columns.
+
+    Args:
+        tokens: Rows projected.
+        columns: Columns of this rank's shard, padding included.
+        element_size: Bytes of a logit.
+        budget_bytes: What the logits of a micro-batch may take.
+    """
+    return tokens * columns * element_size > budget_bytes
 
 
 def token_stats_linear(

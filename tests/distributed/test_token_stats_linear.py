@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamo_megatron.kernels import token_stats, token_stats_linear
+from dynamo_megatron.kernels import fused_head_pays, token_stats, token_stats_linear
 from tests.ranks import run_on_ranks
 from tests.unit.kernels.problems import CollectiveCounter, LargestTensor, Problem, dense_stats
 
@@ -131,6 +131,14 @@ def _check_no_tokens_and_empty_shards(sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_no_tokens_and_ranks_without_ids_take_part(sequence_parallel):
     run_on_ranks(_check_no_tokens_and_empty_shards, 2, sequence_parallel)
+
+
+def test_the_fused_head_is_preferred_exactly_where_the_logits_exceed_the_budget():
+    # bfloat16, 32768 tokens: 19072 columns (tp 8) are 1.2 GB, 76032 (tp 2) 5.0 GB, against 2 GiB.
+    assert not fused_head_pays(32768, 19072, 2)
+    assert fused_head_pays(32768, 76032, 2)
+    assert not fused_head_pays(10, 10, 2, budget_bytes=200)
+    assert fused_head_pays(10, 10, 2, budget_bytes=199)
 
 
 def test_no_more_logits_exist_at_once_than_those_of_a_chunk():
