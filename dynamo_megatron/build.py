@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,6 +157,8 @@ def build_policy(config: Config, inputs: Inputs, topology: Topology) -> Megatron
     updates = config.run.num_steps * num_mini_batches(config)
     settings = PolicySettings(
         temperature=config.rollout.temperature,
+        head=config.model.head,
+        logits_budget_bytes=config.model.logits_budget_mib << 20,
         dtype=DTYPES[config.model.dtype],
         sequence_parallel=config.parallel.sequence,
         recompute=config.model.recompute,
@@ -225,7 +226,7 @@ def build_tier(
             pad_token_id=pad_token_id(inputs.tokenizer, inputs.stop_ids),
             dtype=DTYPES[config.model.dtype],
             device=topology.device,
-            num_threads=config.rollout.threads or len(os.sched_getaffinity(0)),
+            num_threads=config.rollout.threads,
         )
     return RolloutTier(
         engine=engine,

@@ -52,6 +52,10 @@ class ModelConfig(Section):
     """Of weights and activations; gradients and optimizer state are float32."""
     recompute: bool = False
     """Recompute every layer in the backward pass instead of keeping activations."""
+    head: Literal["auto", "logits", "fused"] = "auto"
+    """``fused`` never holds a micro-batch's logits; ``auto`` takes it above the budget."""
+    logits_budget_mib: Positive = 2048
+    """MiB of logits of one micro-batch on one rank, for ``auto``."""
 
 
 class ParallelConfig(Section):
@@ -290,7 +294,7 @@ class RolloutConfig(Section):
     batch_size: Positive = 256
     """Sequences generated together by the embedded engine."""
     threads: Positive | None = None
-    """CPU threads while rank 0 generates and the other ranks wait; null: all cores."""
+    """CPU threads while rank 0 generates and the other ranks wait; null: OMP_NUM_THREADS."""
     gate_tolerance: Annotated[float, Field(gt=0.0)] = 1e-3
     """Largest |sampler logp - trainer logp| at the first step; above it the run stops."""
 

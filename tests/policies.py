@@ -113,12 +113,14 @@ def policy_on(
     vocab_multiple: int = 4,
     kl_coefficient: float = 0.0,
     recompute: bool = False,
+    head: str = "auto",
 ):
     """A policy over the ranks of the current process group, its groups destroyed afterwards."""
     topology = init_topology(tensor=layout.tensor, pipeline=layout.pipeline, seed=1)
     assert topology.data_size == layout.data
     settings = PolicySettings(
         temperature=temperature,
+        head=head,
         dtype=torch.float32,
         sequence_parallel=layout.sequence,
         recompute=recompute,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -19,6 +20,11 @@ from dynamo_megatron.actor.attention import PackedDotProductAttention
 from dynamo_megatron.actor.topology import Topology, TopologyError
 from dynamo_megatron.hf.architecture import Architecture, padded_vocab_size
 from dynamo_megatron.kernels import token_stats
+from dynamo_megatron.kernels.linear import (
+    LOGITS_BUDGET_BYTES,
+    fused_head_pays,
+    token_stats_linear,
+)
 from dynamo_megatron.types import TokenStats
 
 
@@ -29,12 +35,16 @@ class HeadSettings:
     Attributes:
         temperature: the policy is softmax(logits / temperature).
         vocab_size: true vocabulary; columns from here on are padding.
-        entropy_grad: keep the entropy in the graph.
+        variant: ``logits`` makes the logits of all loss rows and then their statistics; ``fused``
+        makes them a chunk of tokens at a time and never holds them; ``auto`` decides for each
+        micro-batch by ``kernels.linear.fused_head_pays``.
+    logits_budget_bytes: bytes of one rank's logits from which ``auto`` takes ``fused``.
     """
 
     temperature: float
     vocab_size: int
-    entropy_grad: bool = False
+    variant: Literal["auto", "logits", "fused"] = "auto"
+    logits_budget_bytes: int = LOGITS_BUDGET_BYTES
 
 
 class PolicyModel(GPTModel):
@@ -62,23 +72,44 @@ class PolicyModel(GPTModel):
         # GPTModel passes the other arguments on for inference and multi-token prediction.
         if not self.post_process:
             return hidden_states
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self._takes_fused(loss_mask.numel(), weight):
+            return token_stats_linear(
+                hidden_states.squeeze(1),
+                weight,
+                labels,
+                rows_T=loss_mask,
+                sequence_parallel=self.config.sequence_parallel,
+                **self._statistics_arguments(),
+            )
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.tensor_group
             )
         rows = hidden_states.squeeze(1).index_select(0, loss_mask)
-        weight = None
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        logits, _ = self.output_layer(rows.unsqueeze(1), weight=weight)
-        return token_stats(
-            logits.squeeze(1),
-            labels,
-            temperature=self.head.temperature,
-            vocab_size=self.head.vocab_size,
-            group=self.tensor_group,
-            entropy_grad=self.head.entropy_grad,
+        logits, _ = self.output_layer(rows.unsqueeze(1), weight=weight if tied else None)
+        return token_stats(logits.squeeze(1), labels, **self._statistics_arguments())
+
+    def _takes_fused(self, num_rows: int, weight: Tensor) -> bool:
+        # Rows and columns are equal on all tensor ranks, so they decide alike.
+        if self.head.variant != "auto":
+            return self.head.variant == "fused"
+        return fused_head_pays(
+            num_rows,
+            weight.shape[0],
+            weight.element_size(),
+            budget_bytes=self.head.logits_budget_bytes,
         )
+
+    def _statistics_arguments(self) -> dict[str, Any]:
+        return {
+            "temperature": self.head.temperature,
+            "vocab_size": self.head.vocab_size,
+            "group": self.tensor_group,
+            # The entropy is reported and modulates; it is never part of the loss.
+            "entropy_grad": False,
+        }
 
 
 def check_divisible(arch: Architecture, *, tensor: int, pipeline: int) -> None:

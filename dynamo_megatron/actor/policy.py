@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from megatron.core.distributed import (
@@ -36,6 +37,7 @@ from dynamo_megatron.actor.topology import Topology
 from dynamo_megatron.actor.weights import export_hf_weights, load_hf_weights
 from dynamo_megatron.hf.architecture import Architecture
 from dynamo_megatron.hf.reader import SafetensorsReader
+from dynamo_megatron.kernels.linear import LOGITS_BUDGET_BYTES
 from dynamo_megatron.parallel.reduce import all_reduce_max, all_reduce_sum
 from dynamo_megatron.types import MiniBatch, OwnedStats, TokenStats, TrainBatch, UpdateStats
 
@@ -46,6 +48,8 @@ class PolicySettings:
 
     Attributes:
         temperature: the policy is softmax(logits / temperature).
+        head: variant of the output layer (see ``actor.model.HeadSettings``).
+        logits_budget_bytes: for the variant ``auto``.
         dtype: of parameters and activations; gradients and optimizer are float32.
         sequence_parallel: split activations over the tensor ranks between matrix products.
         recompute: recompute layers in the backward pass.
@@ -55,6 +59,8 @@ class PolicySettings:
     """
 
     temperature: float
+    head: Literal["auto", "logits", "fused"] = "auto"
+    logits_budget_bytes: int = LOGITS_BUDGET_BYTES
     dtype: torch.dtype
     sequence_parallel: bool
     recompute: bool
@@ -79,7 +85,12 @@ class MegatronPolicy:
         module = build_model(
             arch,
             topology,
-            HeadSettings(temperature=settings.temperature, vocab_size=arch.vocab_size),
+            HeadSettings(
+                temperature=settings.temperature,
+                vocab_size=arch.vocab_size,
+                variant=settings.head,
+                logits_budget_bytes=settings.logits_budget_bytes,
+            ),
             sequence_parallel=settings.sequence_parallel,
             dtype=settings.dtype,
             recompute=settings.recompute,

@@ -159,6 +159,55 @@ def test_recomputing_activations_changes_nothing(model_dir):
     assert relative_distance(recomputed, kept) < 1e-6
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(tensor=2, pipeline=2)],
+    ids=["tp1", "tp2", "tp2+sp", "tp2xpp2"],
+)
+def test_the_fused_head_gives_the_same_statistics_and_gradients(tmp_path, layout, tied):
+    model_dir, batch = write_qwen3(tmp_path, tied=tied), random_batch()
+
+    def work(head: str):
+        with policy_on(model_dir, layout, head=head) as policy:
+            plan = plan_for(policy, batch, micro_batch_sequences=3)
+            inputs, _, old = prepared(policy, batch, plan, dynamo=True)
+            policy.accumulate_gradients(plan[0], inputs)
+            return old, hf_gradients(policy)
+
+    logits = run_on_ranks(work, layout.world_size, "logits")
+    fused = run_on_ranks(work, layout.world_size, "fused")
+    for (old, gradients), (fused_old, fused_gradients) in zip(logits, fused, strict=True):
+        owned = old.owned
+        assert torch.equal(owned, fused_old.owned)
+        for name in ("logp", "entropy", "q"):
+            got, want = getattr(fused_old.stats, name), getattr(old.stats, name)
+            torch.testing.assert_close(got[owned], want[owned], rtol=0, atol=1e-5)
+        assert relative_distance(fused_gradients, gradients) < 1e-5
+
+
+def test_auto_takes_the_fused_head_above_the_budget(model_dir, monkeypatch):
+    from dynamo_megatron.actor import model as actor_model
+
+    batch = random_batch()
+
+    def work(budget: int):
+        calls = []
+        linear = actor_model.token_stats_linear
+        monkeypatch.setattr(
+            actor_model, "token_stats_linear", lambda *a, **k: calls.append(1) or linear(*a, **k)
+        )
+        with policy_on(model_dir, Layout()) as policy:
+            policy.module.head = replace(policy.module.head, logits_budget_bytes=budget)
+            plan = plan_for(policy, batch, row_tokens=512)
+            policy.token_stats(batch, plan)
+        return len(calls)
+
+    logits_bytes = batch.num_response_tokens * 104 * 4  # 101 columns padded to 104, float32
+    assert run_on_ranks(work, 1, logits_bytes) == [0]
+    assert run_on_ranks(work, 1, logits_bytes - 1) == [1]
+
+
 @pytest.mark.parametrize(
     ("style", "want"),
     [

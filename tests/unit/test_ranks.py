@@ -28,7 +28,7 @@ def test_a_failing_rank_fails_the_test_with_its_traceback_and_frees_the_others()
         dist.barrier()
 
     start = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 failed.*\n(.*\n)*ValueError: the cause"):
+    with pytest.raises(RankFailed, match=r"rank 1 failed.*\n(.*\n)*ValueError: the cause"):
         run_on_ranks(work, 2)
     assert time.monotonic() - start < 20
 
@@ -47,5 +47,5 @@ def test_a_rank_that_dies_silently_is_named():
         if dist.get_rank() == 1:
             os._exit(7)
 
-    with pytest.raises(RankFailed, match="rank 1 failed \\(exit code 7\\)"):
+    with pytest.raises(RankFailed, match=r"rank 1 failed \\(exit code 7\\)"):
         run_on_ranks(work, 2)
