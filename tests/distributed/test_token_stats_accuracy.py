@@ -70,21 +70,28 @@ def _check(dtype):
     got = token_stats(leaf * 1, problem.targets, vocab_size=VOCAB, group=dist.group.WORLD)
     (got.logp * problem.g + got.entropy * problem.k).sum().backward()
 
-    errors = {
+    with torch.no_grad():
+        errors = _errors_in_bounds(got, want, leaf.grad, want_grad[:, columns])
+        for name, error in errors.items():
+            worst = int(error.argmax())
+            assert error[worst] <= 1, f"{name}: {error[worst]:.2f} bounds, {KINDS[worst // 2]}"
+        stats = torch.stack([got.logp, got.entropy, got.lam, got.sum_pi2, got.q])
+        return stats, {name: float(error.max()) for name, error in errors.items()}
+
+
+def _errors_in_bounds(got, want, grad, want_grad):
+    """Each value's error by token, in units of its bound."""
+    grad_bound = torch.tensor(2e-6)
+    if grad.dtype is not torch.float32:
+        grad_bound = ulp(want_grad, grad.dtype) + 2e-6
+    return {
         "logp": (got.logp - want["logp"]).abs() / ulp(want["logp"]).clamp(min=4e-6),
         "entropy": (got.entropy - want["entropy"]).abs() / 4e-6,
         "q": (got.q - want["q"]).abs() / (2e-6 * want["q_scale"] + 1e-9),
         "sum_pi2": (got.sum_pi2 - want["sum_pi2"]).abs() / (2e-6 * want["sum_pi2"]),
         "lam": (got.lam - want["lam"]).abs() / ulp(want["lam"]).clamp(min=4e-6),
+        "gradient": ((grad - want_grad).abs() / grad_bound).amax(dim=-1),
     }
-    wanted = want_grad[:, columns]
-    bound = torch.tensor(2e-6) if dtype is torch.float32 else ulp(wanted, dtype) + 2e-6
-    errors["gradient"] = ((leaf.grad - wanted).abs() / bound).amax(dim=-1)
-    for name, error in errors.items():
-        worst = int(error.argmax())
-        assert error[worst] <= 1, f"{name}: {float(error[worst]):.2f} bounds, {KINDS[worst // 2]}"
-    stats = torch.stack([t.detach() for t in (got.logp, got.entropy, got.lam, got.sum_pi2, got.q)])
-    return stats, {name: float(error.max()) for name, error in errors.items()}
 
 
 @pytest.mark.slow
