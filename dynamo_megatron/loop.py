@@ -139,6 +139,7 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
         )
     if not updates:
         logger.warning("step %d has no verified response: no update", state.step)
+    times = clock.metrics()
     metrics: dict[str, MetricValue] = {
         **rollout_metrics(groups, sizes, threshold=algorithm.allocation.success_threshold),
         **token_metrics(
@@ -149,9 +150,9 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
         "allocation/cold": float(num_cold(prompts, priorities, algorithm.allocation)),
         "data/epoch": float(cursor.epoch),
         "memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
-        **clock.metrics(),
+        "perf/tokens_per_second": batch.num_response_tokens / times["time/step"],
+        **times,
     }
-    metrics["perf/tokens_per_second"] = batch.num_response_tokens / metrics["time/step"]
     parts.recorder.step(state.step, metrics, groups)
     return _advanced(state, cursor, scored, config, step_counters(groups, updates))
 

@@ -79,8 +79,6 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, control, stop) -> None:
-    import torch.distributed as dist
-
     from dynamo_megatron import build
     from dynamo_megatron.actor.topology import init_topology
     from dynamo_megatron.load_config import to_yaml, write_resolved
@@ -89,14 +87,13 @@ def _run(config: Config, control, stop) -> None:
 
     control.set_phase("read the inputs")
     inputs = build.read_inputs(config)
-    group = dist.group.WORLD
     require_agreement(
         {
             "configuration": hashlib.sha256(to_yaml(config).encode()).hexdigest(),
             "training prompts": inputs.train.digest(),
         },
         step=0,
-        group=group,
+        group=control.group,
     )
     control.set_phase("build the policy")
     topology = init_topology(
@@ -128,6 +125,7 @@ def _build_tier(config: Config, inputs, topology, control):
     except Exception as error:
         failure = error
     raise_together(failure, phase="build the rollout tier", group=topology.world_group)
+    assert tier is not None, "a failure was raised above"
     return tier
 
 

@@ -74,6 +74,7 @@ class PolicyModel(GPTModel):
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None and loss_mask is not None, "the last stage has both"
         if self._takes_fused(loss_mask.numel(), weight):
             return token_stats_linear(
                 hidden_states.squeeze(1),
@@ -200,7 +201,8 @@ def layer_spec(arch: Architecture) -> ModuleSpec:
     if torch.cuda.is_available():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
     spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
+    attention = spec.submodules.self_attention  # type: ignore[union-attr]
+    attention.submodules.core_attention = PackedDotProductAttention
     return spec
 
 

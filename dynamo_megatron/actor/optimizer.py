@@ -115,7 +115,7 @@ def step_if_finite(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcom
     if clip_grad > 0:
         for part in _parts(optimizer):
             if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
+                clip_grad_by_total_norm_fp32(list(parameters), clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
     return StepOutcome(grad_norm, applied=True)
 

@@ -116,8 +116,6 @@ def init_topology(*, tensor: int, pipeline: int, seed: int) -> Topology:
     )
     model_parallel_cuda_manual_seed(seed)
     cuda = torch.cuda.is_available()
-    world = dist.group.WORLD
-    assert world is not None, "the process group was initialised above"
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -128,7 +126,12 @@ def init_topology(*, tensor: int, pipeline: int, seed: int) -> Topology:
         pipeline_size=pipeline,
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        world_group=world,
+        tensor_group=_group(parallel_state.get_tensor_model_parallel_group()),
+        pipeline_group=_group(parallel_state.get_pipeline_model_parallel_group()),
+        world_group=_group(dist.group.WORLD),
     )
+
+
+def _group(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "Megatron-Core made the group for this rank"
+    return group

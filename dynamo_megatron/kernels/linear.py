@@ -10,11 +10,12 @@ instead of three.
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from dynamo_megatron.kernels.engine import Engine, Implementation, choose_engine
 from dynamo_megatron.kernels.finish import RowState
@@ -185,7 +186,7 @@ class _TokenStatsLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden_Sd: Tensor,
         weight_Vpd: Tensor,
         targets_T: Tensor,
@@ -260,11 +261,12 @@ class _WeightGradient:
 
     def __init__(self, weight_Vpd: Tensor):
         self._weight = weight_Vpd
-        main = weight_Vpd.main_grad if hasattr(weight_Vpd, "main_grad") else None
+        # Megatron's DistributedDataParallel hangs the buffer on the parameter.
+        main = vars(weight_Vpd).get("main_grad")
         self._in_main_grad = main is not None and main.dtype == torch.float32
-        self._sum = (
-            main if self._in_main_grad else torch.zeros_like(weight_Vpd, dtype=torch.float32)
-        )
+        self._sum = torch.zeros_like(weight_Vpd, dtype=torch.float32)
+        if self._in_main_grad:
+            self._sum = main
 
     def add(self, grad_logits_tV: Tensor, hidden_td: Tensor) -> None:
         """Add one chunk's ``grad_logits.T @ hidden``."""

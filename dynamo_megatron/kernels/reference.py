@@ -54,7 +54,7 @@ def reference_token_stats(
 
 def _whole_vocabulary(logits_TVp: Tensor, shard: VocabShard) -> Tensor:
     """[T, V] real columns of all ranks; the gradient reaches this rank's own."""
-    if shard.ranks == 1:
+    if shard.group is None or shard.ranks == 1:
         return logits_TVp[:, : shard.vocab_size]
     parts = [torch.empty_like(logits_TVp) for _ in range(shard.ranks)]
     dist.all_gather(parts, logits_TVp.detach().contiguous(), group=shard.group)

@@ -3,10 +3,12 @@
 Shapes: T tokens, V vocabulary entries, Vp columns of this rank's shard.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from dynamo_megatron.kernels.engine import Engine, Implementation, choose_engine
 from dynamo_megatron.kernels.finish import RowState
@@ -88,7 +90,7 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         logits_TVp: Tensor,
         targets_T: Tensor,
         inv_T: Tensor,

@@ -58,7 +58,7 @@ class ControlPlane:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: ranks need some time to beat; use 5 or more.")
         self.rank = dist.get_rank(group)
-        self._group = group
+        self.group = group
         self._zero = dist.get_global_rank(group, 0)
         self._given_store = store
         self._timeout_s = timeout_s
@@ -68,18 +68,18 @@ class ControlPlane:
     def __enter__(self) -> ControlPlane:
         # A name of its own: the store may still hold the keys of an earlier run (elastic restart).
         name = os.urandom(8).hex().encode() if self.rank == 0 else None
-        prefix = f"control/{broadcast_bytes(name, src=self._zero, group=self._group).decode()}"
+        prefix = f"control/{broadcast_bytes(name, src=self._zero, group=self.group).decode()}"
         # One connection for each thread: a client blocks, and is not safe to share.
         self._store = _connection(self._given_store, prefix)
         self._heartbeat = Heartbeat(
             _connection(self._given_store, prefix),
             rank=self.rank,
-            world_size=dist.get_world_size(self._group),
+            world_size=dist.get_world_size(self.group),
             timeout_s=self._timeout_s,
             phase=FIRST_PHASE,
         )
         self._heartbeat.announce()
-        all_reduce_sum(torch.zeros(1), group=self._group)  # all have announced themselves
+        all_reduce_sum(torch.zeros(1), group=self.group)  # all have announced themselves
         self._heartbeat.start()
         return self
 
@@ -145,10 +145,10 @@ class ControlPlane:
         said = None if failure is None else [type(failure).__name__, str(failure)]
         header = json.dumps({"call": self._calls, "phase": phase, "error": said}).encode()
         self._store.set(FINISHED, str(self._calls))
-        broadcast_bytes(header, src=self._zero, group=self._group)
+        broadcast_bytes(header, src=self._zero, group=self.group)
         if failure is not None:
             raise failure
-        return broadcast_bytes(payload, src=self._zero, group=self._group)
+        return broadcast_bytes(payload, src=self._zero, group=self.group)
 
     def _wait_for_zero(self) -> None:
         started = time.monotonic()
@@ -157,7 +157,7 @@ class ControlPlane:
             time.sleep(min(max(waited_s * POLL_SHARE, SHORTEST_POLL_S), LONGEST_POLL_S))
 
     def _hear(self, phase: str) -> bytes:
-        header = json.loads(broadcast_bytes(None, src=self._zero, group=self._group))
+        header = json.loads(broadcast_bytes(None, src=self._zero, group=self.group))
         if (header["call"], header["phase"]) != (self._calls, phase):
             raise DivergenceError(
                 f"rank {self.rank} is at call {self._calls} on rank 0, {phase!r}, but rank 0 is at "
@@ -166,7 +166,7 @@ class ControlPlane:
             )
         if header["error"] is not None:
             raise PeerError(self._zero, phase, *header["error"])
-        return broadcast_bytes(None, src=self._zero, group=self._group)
+        return broadcast_bytes(None, src=self._zero, group=self.group)
 
 
 def _connection(store: Store, prefix: str) -> PrefixStore:

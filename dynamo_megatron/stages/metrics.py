@@ -110,7 +110,7 @@ def token_metrics(
         "modulation/compensation_mean",
         "modulation/stabilization_mean",
     )
-    metrics = dict(zip(names, means[1:], strict=True))
+    metrics: dict[str, float] = dict(zip(names, means[1:], strict=True))
     metrics["rollout/logp_gap_max"] = float(all_reduce_max(gap_max, group=group))
     return metrics
 

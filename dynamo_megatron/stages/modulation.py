@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ def _modulate(advantages, entropy, change, extremes, config: ModulationConfig):
     )
 
 
-def _clip(clip: ClipConfig) -> dict[str, float | None]:
+def _clip(clip: ClipConfig) -> dict[str, Any]:
     return {"clip_low": clip.low, "clip_high": clip.high, "dual_clip": clip.dual}
 
 
