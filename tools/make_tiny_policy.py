@@ -8,17 +8,23 @@ a start that is right often enough to earn rewards and wrong often enough to lea
 this one is left imperfect on purpose, in two ways:
 
 * **Careless examples.** The worked solutions come from a careless calculator that drops each carry
-  or borrow with probability ``SLIP_RATE`` and goes on from the wrong partial sum. The policy learns
-  this mixture, so it samples wrong steps about as often although it mostly knows the right ones:
-  its greedy accuracy is well above its sampled accuracy. A good part of what reinforcement
-  learning gains here is to stop sampling the slips it was taught.
-* **Short training.** It stops before the sums themselves are learnt perfectly.
+  or borrow with probability ``SLIP_RATE``, one half, and goes on from the wrong partial sum. The
+  policy learns both continuations as about equally likely, so decoding greedily is hardly better
+  than sampling. Most of what reinforcement learning gains here is to choose between two ways of
+  adding that it was taught; the reward alone tells it which.
+* **Short training.** About two passes over 100,000 problems: even sums without a carry go wrong at
+  times.
 
-So the gain of the demo shows that the learning signal arrives, from the reward through the
-advantages to the weights; it does not show new abilities.
+So the gain shows that the learning signal arrives, from the reward through the advantages to the
+weights. It does not show a new ability.
 
-The weights are bitwise reproducible for one seed, torch version and machine; the script computes
-with one thread, because the number of threads changes the order of summation.
+The held-out evaluation printed at the end, for seed 0 (512 problems, 16 samples, temperature 1):
+right format 100.0 %, sampled pass@1 36.6 %, greedy pass@1 39.1 %; 84 % of the problems are neither
+always right nor always wrong.
+
+The weights are bitwise reproducible for one seed, torch version and machine. The script computes
+with one thread, because the number of threads changes the order of summation; it takes about 10
+minutes.
 """
 
 import argparse

@@ -148,17 +148,24 @@ def test_an_unknown_role_is_refused_by_name(tokenizer):
         tokenizer.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
 
 
-def test_left_padding_does_not_change_what_is_generated(tokenizer, policy):
-    texts = ["Compute 7+2", "Compute 385+47-29+166", "Compute 90-35+4"]
-    together = chat_inputs(tokenizer, texts)
-    assert together["input_ids"][0, 0] == tokenizer.pad_token_id
-    batch = policy.generate(**together, do_sample=False, max_new_tokens=48)
-    for row, text in zip(batch, texts, strict=True):
-        alone = policy.generate(
-            **chat_inputs(tokenizer, [text]), do_sample=False, max_new_tokens=48
-        )
-        got = tokenizer.decode(row, skip_special_tokens=True)
-        assert got == tokenizer.decode(alone[0], skip_special_tokens=True)
+def test_left_padding_does_not_change_the_logits_it_generates_from(tokenizer, policy):
+    texts = ["Compute 7+2+1", "Compute 385+47-29+166", "Compute 90-35+4"]
+    inputs = chat_inputs(tokenizer, texts)
+    assert inputs["input_ids"][0, 0] == tokenizer.pad_token_id
+    batch = policy.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=20,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits_BTV = torch.stack(batch.logits, dim=1)
+    for row in range(len(texts)):
+        # The same tokens, alone and without padding, in one forward pass without a cache.
+        num_padding = int((inputs["attention_mask"][row] == 0).sum())
+        alone = policy(input_ids=batch.sequences[row : row + 1, num_padding:]).logits[0]
+        want_TV = alone[inputs["input_ids"].shape[1] - num_padding - 1 : -1]
+        torch.testing.assert_close(logits_BTV[row], want_TV, rtol=1e-4, atol=1e-4)
 
 
 def test_the_policy_answers_in_format_and_is_right_in_20_to_60_percent(tokenizer, policy):
