@@ -209,7 +209,7 @@ class _TokenStatsLinear(torch.autograd.Function):
             detached.append(stats.entropy)
         ctx.mark_non_differentiable(*detached)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
+        ctx.save_for_backward(  # rows_T may be None
             hidden_Sd, weight_Vpd, targets_T, inv_T, rows_T, state.m, state.log_s0, state.mu
         )
         ctx.plan = plan
@@ -261,12 +261,15 @@ class _WeightGradient:
 
     def __init__(self, weight_Vpd: Tensor):
         self._weight = weight_Vpd
-        # Megatron's DistributedDataParallel hangs the buffer on the parameter.
-        main = vars(weight_Vpd).get("main_grad")
-        self._in_main_grad = main is not None and main.dtype == torch.float32
-        self._sum = torch.zeros_like(weight_Vpd, dtype=torch.float32)
-        if self._in_main_grad:
-            self._sum = main
+        # Megatron's DistributedDataParallel hangs its buffer on the parameter.
+        main: Tensor | None = None
+        if hasattr(weight_Vpd, "main_grad"):
+            main = weight_Vpd.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        if main is not None and main.dtype == torch.float32:
+            self._sum, self._in_main_grad = main, True
+        else:
+            self._sum = torch.zeros_like(weight_Vpd, dtype=torch.float32)
+            self._in_main_grad = False
 
     def add(self, grad_logits_tV: Tensor, hidden_td: Tensor) -> None:
         """Add one chunk's ``grad_logits.T @ hidden``."""

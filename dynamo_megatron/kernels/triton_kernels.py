@@ -93,7 +93,7 @@ def finish_kernel(
     NEED_Q: tl.constexpr,
 ):
     """Merge parts [ranks, 6, tokens] into stats [5, tokens] and state [3, tokens], in float64."""
-    ROWS: tl.constexpr = 6 if NEED_Q else 4
+    ROWS: tl.constexpr = 6 if NEED_Q else 4  # pyright: ignore[reportAssignmentType]
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = token < tokens
     inv = tl.load(inv_ptr + token, mask=held, other=1.0)

@@ -47,5 +47,5 @@ def test_a_rank_that_dies_silently_is_named():
         if dist.get_rank() == 1:
             os._exit(7)
 
-    with pytest.raises(RankFailed, match=r"rank 1 failed \\(exit code 7\\)"):
+    with pytest.raises(RankFailed, match=r"rank 1 failed \(exit code 7\)"):
         run_on_ranks(work, 2)

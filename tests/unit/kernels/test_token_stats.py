@@ -170,6 +170,27 @@ def test_merging_parts_is_associative_and_independent_of_order(problem, cut, sec
     torch.testing.assert_close(turned, flat, rtol=1e-12, atol=1e-12)
 
 
+def test_a_rows_statistics_do_not_depend_on_its_neighbours():
+    # verl#3487: the same tokens padded or packed otherwise got other log-probabilities.
+    problem = hostile_problem(ranks=1, dtype=torch.bfloat16, width=30_000)
+    settings = {"vocab_size": problem.vocab_size, "temperature": 0.7}
+    together = token_stats(problem.logits, problem.targets, **settings)
+    for row in range(problem.tokens):
+        alone = token_stats(
+            problem.logits[row : row + 1], problem.targets[row : row + 1], **settings
+        )
+        for name in FIELDS:
+            assert torch.equal(getattr(alone, name), getattr(together, name)[row : row + 1]), name
+
+
+def test_inference_mode_gives_the_same_numbers():
+    logits, targets = torch.randn(3, 50), torch.tensor([4, -1, 2])
+    want = token_stats(logits, targets, vocab_size=50)
+    with torch.inference_mode():
+        got = token_stats(logits * 1, targets, vocab_size=50)
+    assert torch.equal(got.logp, want.logp)
+
+
 def test_sums_stay_exact_over_a_vocabulary_of_262144():
     # Megatron-LM#2206: fused cross-entropies drifted above 250k ids.
     logits = torch.randn(2, 262_144, generator=torch.Generator().manual_seed(3)) * 0.3
