@@ -116,18 +116,18 @@ class ArithmeticSource(Section):
 
 
 class FileSource(Section):
-    """Problems from a file: JSON lines, or one JSON list, with ``problem`` and ``answer``."""
+    """Problems from a file: JSON, parquet (the DAPO and verl schema), a data set on disk."""
 
-    kind: Literal["jsonl", "json"]
-    """One JSON object a line, or one list of them."""
+    kind: Literal["jsonl", "json", "parquet", "arrow"]
+    """An object a line, one list of them, parquet, or a folder from ``save_to_disk``."""
     path: str
-    """The file."""
+    """The file or folder."""
     name: str | None = None
-    """Name for metrics per source; the file's stem by default."""
-    problem_key: str = "problem"
-    """Key of the problem's text."""
-    answer_key: str = "answer"
-    """Key of the reference answer."""
+    """Name for metrics per source; by default the records' data_source or the file's stem."""
+    problem_key: str | None = None
+    """Key of the problem (text or messages), ``a.b`` if nested; null: problem, question, prompt."""
+    answer_key: str | None = None
+    """Key of the answer; null: answer, reward_model.ground_truth, or what follows ``####``."""
     limit: Positive | None = None
     """Take only the first so many problems."""
 

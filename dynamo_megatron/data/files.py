@@ -1,4 +1,4 @@
-"""Problem files: JSON lines, or one JSON list. Every fault is an error that says where."""
+"""Problem files of every kind. Every fault is an error that says where."""
 
 from __future__ import annotations
 
@@ -7,64 +7,82 @@ from collections.abc import Iterator
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 from dynamo_megatron.data.problems import DataError
+from dynamo_megatron.data.records import Record, json_type, read_record
+from dynamo_megatron.data.tables import arrow_objects, parquet_objects
 
-_MAX_DECIMAL_EXPONENT = 100
+FileKind = Literal["jsonl", "json", "parquet", "arrow"]
+
 _SHOWN = 80
-
-
-class Record(NamedTuple):
-    """What a file says of one problem."""
-
-    problem: str
-    answer: str
 
 
 def read_problem_file(
     path: Path,
     *,
-    kind: Literal["jsonl", "json"],
-    problem_key: str = "problem",
-    answer_key: str = "answer",
+    kind: FileKind,
+    problem_key: str | None = None,
+    answer_key: str | None = None,
     limit: int | None = None,
-) -> list[Record]:
-    """Read the problems of one file, in its order.
+) -> Iterator[Record]:
+    """Read the problems of one file, in its order, without holding all of them.
 
-    An answer may be a string (outer white space is dropped) or a number. A number becomes its plain
-    decimal text; one without a fractional part becomes an integer, since data sets write 142.0
-    where 142 is meant. Floats are read as decimals: no digit is lost. Blank lines are skipped.
+    An answer may be a string (outer white space is dropped, and of a worked solution that ends in
+    ``#### 18`` the 18 is taken) or a number. A number becomes its plain decimal text; one without
+    a fractional part becomes an integer, since data sets write 142.0 where 142 is meant. Floats are
+    read as decimals: no digit is lost. Blank lines are skipped.
 
     Args:
-        path: the file, UTF-8.
-        kind: ``jsonl``, one object a line, or ``json``, one list of objects.
-        problem_key: where an object holds the problem text.
-        answer_key: where it holds the reference answer.
-        limit: read only the first so many problems; what follows is not looked at (``jsonl``).
+        path: the file, UTF-8 where it is text; a folder for ``arrow``, and if need be ``parquet``.
+        kind: ``jsonl``, one object a line; ``json``, one list of objects; ``parquet``; ``arrow``, a
+            Hugging Face data set on disk.
+        problem_key: where an object holds the problem, ``a.b`` for nested keys; None looks in the
+            usual places (see ``records``). It may be a list of chat messages.
+        answer_key: the same for the reference answer.
+        limit: read only the first so many problems; what follows is not looked at (``json`` is
+            parsed whole).
 
     Raises:
-        DataError: the file is missing, empty, not UTF-8 or not of this kind, or a record lacks a
+        DataError: the file is missing, empty, damaged or not of this kind, or a record lacks a
             usable problem or answer. The message names the file and the line (or item, from 1).
     """
-    if not path.is_file():
+    if not (path.is_file() or (kind in ("parquet", "arrow") and path.is_dir())):
         raise DataError(
-            f"the data file {path} does not exist (seen from {Path.cwd()}). Correct the path of "
-            "the source under data.train or data.heldout."
+            f"the data {'folder' if kind == 'arrow' else 'file'} {path} does not exist (seen from "
+            f"{Path.cwd()}). Correct the path of the source under data.train or data.heldout."
         )
-    objects = _jsonl_objects(path) if kind == "jsonl" else _json_objects(path)
-    records = [
-        Record(
-            _problem_text(_field(item, problem_key, where, "problem_key"), where, problem_key),
-            _answer_text(_field(item, answer_key, where, "answer_key"), where, answer_key),
-        )
-        for where, item in islice(objects, limit)
-    ]
-    if not records:
+    readers = {
+        "jsonl": _jsonl_objects,
+        "json": _json_objects,
+        "parquet": parquet_objects,
+        "arrow": arrow_objects,
+    }
+    count = 0
+    for where, item in islice(readers[kind](path), limit):
+        count += 1
+        yield read_record(item, where, problem_key=problem_key, answer_key=answer_key)
+    if not count:
         raise DataError(
             f"{path} holds no problem: the file is empty. Remove the source or fill it."
         )
-    return records
+
+
+def kind_of(path: Path) -> FileKind:
+    """Tell the kind of a file or folder by its name and content.
+
+    Raises:
+        DataError: it is none of the kinds.
+    """
+    if path.is_dir():
+        return "parquet" if any(path.glob("*.parquet")) else "arrow"
+    kinds: dict[str, FileKind] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+    if path.suffix not in kinds:
+        raise DataError(
+            f"{path}: problems are read from .jsonl, .json and .parquet files, and from folders "
+            "that save_to_disk wrote. Rename the file after its kind, or convert it."
+        )
+    return kinds[path.suffix]
 
 
 def _jsonl_objects(path: Path) -> Iterator[tuple[str, Any]]:
@@ -108,7 +126,7 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
     if not isinstance(values, list):
         raise DataError(
-            f"{path} holds {_json_type(values)}, not a list of problems. If each line is an "
+            f"{path} holds {json_type(values)}, not a list of problems. If each line is an "
             "object of its own, set kind: jsonl for this source."
         )
     for number, value in enumerate(values, start=1):
@@ -135,63 +153,3 @@ def _parse(text: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _field(item: Any, key: str, where: str, option: str) -> Any:
-    if not isinstance(item, dict):
-        raise DataError(f"{where} is {_json_type(item)}, not an object with {key!r}.")
-    if key not in item:
-        raise DataError(
-            f"{where} has no {key!r}; its keys are {sorted(item)}. Name the right one with "
-            f"{option} of this source."
-        )
-    return item[key]
-
-
-def _problem_text(value: Any, where: str, key: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: {key!r} is {_json_type(value)}; a problem must be a string. Convert the "
-            "file, or name another key with problem_key of this source."
-        )
-    if not value.strip():
-        raise DataError(f"{where}: {key!r} is empty. Remove the record or write its problem.")
-    return _encodable(value, where, key)
-
-
-def _answer_text(value: Any, where: str, key: str) -> str:
-    if isinstance(value, str) and value.strip():
-        return _encodable(value.strip(), where, key)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    # The bound keeps a 1e999999999 from being written out.
-    if isinstance(value, Decimal) and abs(value.adjusted()) <= _MAX_DECIMAL_EXPONENT:
-        return str(int(value)) if value == value.to_integral_value() else format(value, "f")
-    problem = "empty" if isinstance(value, str) else _json_type(value)
-    if isinstance(value, Decimal):
-        problem = f"{value}, too far from 1 to be written out"
-    raise DataError(
-        f"{where}: {key!r} is {problem}; a reference answer must be a string or a number, else no "
-        "response could be right. Complete the record, or name another key with answer_key of this "
-        "source."
-    )
-
-
-def _encodable(text: str, where: str, key: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: {key!r} holds half a surrogate pair ({text[error.start]!r} at character "
-            f"{error.start}), which no tokenizer takes. The text was cut or escaped wrongly."
-        ) from error
-    return text
-
-
-def _json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {str: "a string", list: "a list", dict: "an object", int: "a number"}
-    return names.get(type(value), "a number")

@@ -38,10 +38,10 @@ def tokenize_prompts(
     Args:
         problems: at least one.
         tokenizer: of the model.
-        template: ``chat`` puts the text into the tokenizer's chat template as a user's message,
-            followed by the start of the assistant's; ``raw`` encodes the text as it stands, with
-            the special tokens that the tokenizer itself adds (a beginning-of-sequence token, where
-            the model was trained with one).
+        template: ``chat`` puts the text into the tokenizer's chat template as a user's message
+            (after the problem's system message), followed by the start of the assistant's; ``raw``
+            encodes the text as it stands, with the special tokens that the tokenizer itself adds (a
+            beginning-of-sequence token, where the model was trained with one).
         max_prompt_tokens: longest prompt kept.
 
     Raises:
@@ -51,7 +51,7 @@ def tokenize_prompts(
     if not problems:
         raise DataError("there is no problem to make a prompt of: give data.train a source.")
     encode = _encode_chat if template == "chat" else _encode_raw
-    token_ids = encode([problem.text for problem in problems], tokenizer)
+    token_ids = encode(problems, tokenizer)
     prompts = tuple(
         Prompt(
             id=problem.id,
@@ -78,13 +78,21 @@ def tokenize_prompts(
     return TokenizedPrompts(prompts=prompts, dropped_overlong=len(problems) - len(prompts))
 
 
-def _encode_chat(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode_chat(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
     if tokenizer.chat_template is None:
         raise DataError(
             "data.template=chat, but the tokenizer has no chat template (a base model has none). "
             "Set data.template=raw, or add a chat_template to the model folder."
         )
-    conversations = [[{"role": "user", "content": text}] for text in texts]
+    conversations = [
+        [
+            *([{"role": "system", "content": problem.system}] if problem.system else []),
+            {"role": "user", "content": problem.text},
+        ]
+        for problem in problems
+    ]
     # The default of transformers 5 is a dictionary; its length is its number of keys.
     encoded = tokenizer.apply_chat_template(
         conversations, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -92,7 +100,15 @@ def _encode_chat(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[l
     return encoded["input_ids"]
 
 
-def _encode_raw(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode_raw(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    texts = [problem.text for problem in problems]
+    with_system = [problem.text for problem in problems if problem.system]
+    if with_system:
+        raise DataError(
+            f"{len(with_system)} of {len(problems)} problems, such as {with_system[0][:80]!r}, "
+            "have a system message, for which data.template=raw has no place. Set "
+            "data.template=chat."
+        )
     token_ids = tokenizer(texts)["input_ids"]
     ended = [
         text

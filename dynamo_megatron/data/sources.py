@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,8 @@ def load_problems(sources: Sequence[ArithmeticSource | FileSource]) -> LoadedPro
     per source stay complete.
 
     Args:
-        sources: in order. Sources given the same name are read as one.
+        sources: in order. Sources given the same name are read as one. Where a source has no name,
+            the ``data_source`` of a record is taken, then the file's stem.
 
     Raises:
         DataError: a file cannot be used, or two files fall back on the same name.
@@ -89,19 +90,24 @@ def _path(source: ArithmeticSource | FileSource) -> str:
     return source.path if isinstance(source, FileSource) else source.kind
 
 
-def _read(source: ArithmeticSource | FileSource, name: str) -> list[Problem]:
+def _read(source: ArithmeticSource | FileSource, name: str) -> Iterator[Problem]:
     if isinstance(source, ArithmeticSource):
-        return [
-            Problem(text=generated.problem, answer=generated.answer, source=name)
-            for generated in arithmetic_problems(
-                source.num_problems, seed=source.seed, split=source.split
-            )
-        ]
-    records = read_problem_file(
+        for generated in arithmetic_problems(
+            source.num_problems, seed=source.seed, split=source.split
+        ):
+            yield Problem(text=generated.problem, answer=generated.answer, source=name)
+        return
+    for record in read_problem_file(
         Path(source.path).expanduser(),
         kind=source.kind,
         problem_key=source.problem_key,
         answer_key=source.answer_key,
         limit=source.limit,
-    )
-    return [Problem(text=r.problem, answer=r.answer, source=name) for r in records]
+    ):
+        yield Problem(
+            text=record.problem,
+            answer=record.answer,
+            source=name if source.name else record.source or name,
+            system=record.system,
+            label=record.label,
+        )

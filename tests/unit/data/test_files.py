@@ -15,7 +15,7 @@ def write(tmp_path, content: str | bytes, kind: str):
 
 
 def read(tmp_path, content: str | bytes, kind: str = "jsonl", **options):
-    return read_problem_file(write(tmp_path, content, kind), kind=kind, **options)
+    return list(read_problem_file(write(tmp_path, content, kind), kind=kind, **options))
 
 
 def test_json_lines_are_read_in_order(tmp_path):
@@ -86,7 +86,7 @@ def test_a_numeric_answer_becomes_its_plain_text(tmp_path, number, text):
     ("record", "words"),
     [
         ('{"problem": "a"}', ["no 'answer'", "['problem']", "answer_key"]),
-        ('{"answer": 1, "question": "a"}', ["no 'problem'", "['answer', 'question']"]),
+        ('{"answer": 1, "text": "a"}', ["no 'problem'", "['answer', 'text']"]),
         ("{}", ["no 'problem'", "[]"]),
         ('{"problem": "a", "answer": null}', ["'answer' is null"]),
         ('{"problem": "a", "answer": ""}', ["'answer' is empty"]),
@@ -152,6 +152,6 @@ def test_an_unusable_file_is_named(tmp_path, content, kind, words):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.json does not exist"):
-        read_problem_file(tmp_path / "nowhere.json", kind="json")
+        list(read_problem_file(tmp_path / "nowhere.json", kind="json"))
     with pytest.raises(DataError, match="does not exist"):
-        read_problem_file(tmp_path, kind="json")
+        list(read_problem_file(tmp_path, kind="json"))
