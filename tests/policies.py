@@ -36,31 +36,58 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
 
-def write_qwen3(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    """A random Qwen3 with sharp enough logits that entropies differ from token to token."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+# What makes the families differ: Hugging Face's class, and its options beyond the common ones.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES = {
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5}),
+    "smollm2": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}),
+}
 
+
+def write_model(
+    folder: Path, family: str, *, tied: bool = False, seed: int = 0, dtype=torch.float32, **options
+) -> Path:
+    """A random model with sharp enough logits that entropies differ from token to token."""
+    import transformers
+
+    name, special = FAMILIES[family]
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32 if family == "qwen3" else 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6,
+        **special,
+        **options,
+    }
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=8,
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-            rms_norm_eps=1e-6,
-        )
-    )
+    config = getattr(transformers, f"{name}Config")(**values)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.1 if "norm" in name else 0.25
-            parameter.copy_(scale * torch.randn_like(parameter) + ("norm" in name))
-    model.save_pretrained(folder)
+        for parameter_name, parameter in model.named_parameters():
+            norm = "norm" in parameter_name
+            scale = 0.1 if norm else 8**0.5 / values["hidden_size"] ** 0.5 / 2
+            parameter.copy_(scale * torch.randn_like(parameter) + norm)
+    model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def write_qwen3(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A random Qwen3."""
+    return write_model(folder, "qwen3", tied=tied, seed=seed)
 
 
 def random_batch(seed: int = 3) -> TrainBatch:

@@ -239,5 +239,7 @@ def build_model(
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
+        rope_scaling=arch.rope_factor is not None,
+        rope_scaling_factor=arch.rope_factor or 1.0,
         parallel_output=True,
     ).to(topology.device)
