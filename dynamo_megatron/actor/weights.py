@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from dynamo_megatron.actor.topology import Topology
 from dynamo_megatron.hf.architecture import Architecture, padded_vocab_size
-from dynamo_megatron.hf.mapping import Entry, Kind, fuse, parameter_table, shard, unfuse, unshard
+from dynamo_megatron.hf.mapping import (
+    Entry,
+    Kind,
+    fuse,
+    megatron_shape,
+    parameter_table,
+    shard,
+    unfuse,
+    unshard,
+)
 from dynamo_megatron.hf.reader import SafetensorsReader, WeightsError
 from dynamo_megatron.parallel.tensors import broadcast_tensor, gather_shards
 
@@ -149,6 +158,9 @@ def export_hf_weights(
     """
     parameters = dict(model.named_parameters())
     dtype = next(iter(parameters.values())).dtype
+    padded_vocab = padded_vocab_size(
+        arch.vocab_size, multiple=vocab_multiple, tensor_parallel=topology.tensor_size
+    )
     for entry in parameter_table(arch):
         owner = stage_of(entry, arch, topology.pipeline_size)
         if owner == topology.pipeline_rank:
@@ -158,32 +170,7 @@ def export_hf_weights(
             )
             full = unshard(entry.kind, shards).clone()
         else:
-            shape = full_shape(entry, arch, topology, vocab_multiple=vocab_multiple)
+            shape = megatron_shape(entry, arch, padded_vocab=padded_vocab)
             full = torch.empty(shape, dtype=dtype, device=topology.device)
         full = broadcast_tensor(full, source=owner, group=topology.pipeline_group)
         yield from zip(entry.hf, unfuse(entry.kind, full, arch), strict=True)
-
-
-def full_shape(
-    entry: Entry, arch: Architecture, topology: Topology, *, vocab_multiple: int
-) -> tuple[int, ...]:
-    """Shape of a full Megatron tensor, vocabulary padding included."""
-    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    bias = entry.megatron[0].endswith("bias")
-    match entry.kind:
-        case Kind.VOCAB:
-            rows = padded_vocab_size(
-                arch.vocab_size, multiple=vocab_multiple, tensor_parallel=topology.tensor_size
-            )
-            return (rows, arch.hidden_size)
-        case Kind.QKV:
-            rows = queries + 2 * keys
-            return (rows,) if bias else (rows, arch.hidden_size)
-        case Kind.GATE_UP:
-            return (2 * arch.ffn_size, arch.hidden_size)
-        case Kind.INPUT_SPLIT:
-            attention = "self_attention" in entry.megatron[0]
-            return (arch.hidden_size, queries if attention else arch.ffn_size)
-        case Kind.COPY:
-            per_head = "q_layernorm" in entry.megatron[0] or "k_layernorm" in entry.megatron[0]
-            return (arch.head_dim if per_head else arch.hidden_size,)

@@ -117,6 +117,40 @@ def _decoder_layer(layer: int, arch: Architecture) -> Iterator[Entry]:
         )
 
 
+def megatron_shape(entry: Entry, arch: Architecture, *, padded_vocab: int) -> tuple[int, ...]:
+    """Shape of a full Megatron tensor, vocabulary padding included."""
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    name = entry.megatron[0]
+    match entry.kind:
+        case Kind.VOCAB:
+            return (padded_vocab, arch.hidden_size)
+        case Kind.QKV:
+            rows = queries + 2 * keys
+            return (rows,) if name.endswith("bias") else (rows, arch.hidden_size)
+        case Kind.GATE_UP:
+            return (2 * arch.ffn_size, arch.hidden_size)
+        case Kind.INPUT_SPLIT:
+            return (arch.hidden_size, queries if "self_attention" in name else arch.ffn_size)
+        case Kind.COPY:
+            per_head = "q_layernorm" in name or "k_layernorm" in name
+            return (arch.head_dim if per_head else arch.hidden_size,)
+
+
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Shape of every Hugging Face tensor of the model, in model order."""
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in parameter_table(arch):
+        full = megatron_shape(entry, arch, padded_vocab=arch.vocab_size)
+        rows = (full[0],)
+        if entry.kind is Kind.QKV:
+            rows = (queries, keys, keys)
+        elif entry.kind is Kind.GATE_UP:
+            rows = (arch.ffn_size, arch.ffn_size)
+        shapes |= {name: (r, *full[1:]) for name, r in zip(entry.hf, rows, strict=True)}
+    return shapes
+
+
 def fuse(kind: Kind, parts: Sequence[Tensor], arch: Architecture) -> Tensor:
     """Full Megatron tensor from its Hugging Face parts."""
     match kind:
