@@ -7,8 +7,9 @@ from pathlib import Path
 from dynamo_megatron.state import LoopState
 
 
-def summarize(run_dir: Path, state: LoopState, *, num_steps: int, export: Path | None) -> str:
+def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
     """Held-out pass@1 before and after, what was left out, where the files are, what to do next."""
+    export = run_dir / "hf" / f"step_{state.step:06d}"
     lines = [f"{state.step} of {num_steps} steps done."]
     if state.evaluations:
         first, last = state.evaluations[0], state.evaluations[-1]
@@ -30,7 +31,7 @@ def summarize(run_dir: Path, state: LoopState, *, num_steps: int, export: Path |
         f"  {run_dir / 'generations' / 'generations.md'}, {run_dir / 'evaluations'}",
         f"  {run_dir / 'checkpoints'}, {run_dir / 'config.yaml'}",
     ]
-    if export is not None:
+    if export.exists():
         lines.append(f"  {export}  (Hugging Face format)")
     lines += ["next:", *_next_steps(run_dir, state, num_steps, export)]
     return "\n".join(lines)
@@ -43,7 +44,7 @@ def _next_steps(run_dir: Path, state: LoopState, num_steps: int, export: Path | 
         f"  go on training:  dynamo-megatron train --config {run_dir / 'config.yaml'} "
         f"run.resume=if_present run.num_steps={2 * num_steps}   (under torchrun for several ranks)"
     )
-    if export is None:
+    if not export.exists():
         return [longer]
     load = f"AutoModelForCausalLM.from_pretrained('{export}')"
     return [longer, f"  use the policy:  transformers.{load}"]

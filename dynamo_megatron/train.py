@@ -81,9 +81,12 @@ def run(config: Config) -> None:
 def _run(config: Config, control, stop) -> None:
     from dynamo_megatron import build
     from dynamo_megatron.actor.topology import init_topology
+    from dynamo_megatron.checkpoint.export import export_hf
     from dynamo_megatron.load_config import to_yaml, write_resolved
     from dynamo_megatron.loop import train
     from dynamo_megatron.parallel.digest import require_agreement
+    from dynamo_megatron.parallel.reduce import any_rank
+    from dynamo_megatron.summary import summarize
 
     control.set_phase("read the inputs")
     inputs = build.read_inputs(config)
@@ -111,7 +114,13 @@ def _run(config: Config, control, stop) -> None:
         closing.callback(tier.close)
         closing.callback(parts.recorder.close)
         state = train(parts, state, saved_step=saved_step)
-    _finish(config, inputs, policy, state)
+    if config.checkpoint.export_hf and state.step >= config.run.num_steps:
+        export = Path(config.run.dir) / "hf" / f"step_{state.step:06d}"
+        # Asked of all ranks: on a network file system they may see the folder at different times.
+        if not any_rank(export.exists(), group=control.group):
+            export_hf(policy, inputs.model_dir, export)
+    if topology.rank == 0:
+        logger.info("%s", summarize(Path(config.run.dir), state, config.run.num_steps))
 
 
 def _build_tier(config: Config, inputs, topology, control):
@@ -150,23 +159,6 @@ def _resume(config: Config, checkpointer):
     state = LoopState.from_json(checkpointer.load(latest))
     logger.info("resumed from %s: %d steps done", latest, state.step)
     return state, state.step
-
-
-def _finish(config: Config, inputs, policy, state) -> None:
-    """Export the policy and say where everything is."""
-    from dynamo_megatron.checkpoint.export import export_hf
-    from dynamo_megatron.parallel.reduce import any_rank
-    from dynamo_megatron.summary import summarize
-
-    run_dir = Path(config.run.dir)
-    export = None
-    if config.checkpoint.export_hf and state.step >= config.run.num_steps:
-        export = run_dir / "hf" / f"step_{state.step:06d}"
-        # Asked of all ranks: on a network file system they may see the folder at different times.
-        if not any_rank(export.exists(), group=policy.topology.world_group):
-            export_hf(policy, inputs.model_dir, export)
-    if policy.topology.rank == 0:
-        logger.info("%s", summarize(run_dir, state, num_steps=config.run.num_steps, export=export))
 
 
 if __name__ == "__main__":

@@ -141,6 +141,7 @@ def policy_on(
     kl_coefficient: float = 0.0,
     recompute: bool = False,
     head: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ):
     """A policy over the ranks of the current process group, its groups destroyed afterwards."""
     topology = init_topology(tensor=layout.tensor, pipeline=layout.pipeline, seed=1)
@@ -148,7 +149,7 @@ def policy_on(
     settings = PolicySettings(
         temperature=temperature,
         head=head,
-        dtype=torch.float32,
+        dtype=dtype,
         sequence_parallel=layout.sequence,
         recompute=recompute,
         vocab_multiple=vocab_multiple,

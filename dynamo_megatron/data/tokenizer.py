@@ -84,7 +84,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) 
     no harm.
     """
     pad = tokenizer.pad_token_id
-    return stop_ids[0] if pad is None else int(pad)
+    return pad if isinstance(pad, int) else stop_ids[0]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

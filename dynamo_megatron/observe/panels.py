@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 # Okabe and Ito: told apart with any colour vision, and by lightness in print.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -151,10 +151,11 @@ def _heat(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _shares(axes: Axes, rows: Rows) -> None:
     _line(axes, rows, "modulation/compensated_share", "compensated (factor > 1)", BLUE)
     _line(axes, rows, "modulation/damped_share", "damped (factor < 1)", ORANGE)
-    axes.set(title="Tokens modulated", ylabel="share of tokens")
-    _from_zero(axes)
-    decimals = 0 if axes.get_ylim()[1] > 0.05 else 1
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=decimals))
+    axes.set(title="Tokens modulated", ylabel="share of tokens, log scale")
+    # Many tokens are compensated and very few damped; both must be seen. Below 0.01 % is linear.
+    axes.set_yscale("symlog", linthresh=1e-4)
+    axes.set_ylim(0.0, 1.0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
     _legend(axes)
 
 

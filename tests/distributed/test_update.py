@@ -229,3 +229,40 @@ def test_learning_rate_of_each_update(model_dir, style, want):
             return [policy.update(plan, inputs)[0].learning_rate for _ in want]
 
     assert run_on_ranks(work, 1)[0] == pytest.approx(want)
+
+
+def test_bfloat16_logits_are_never_copied_to_float32(model_dir, monkeypatch):
+    """Megatron-Core's wrapper upcasts what a model returns; the head returns [T] statistics."""
+    from dynamo_megatron.actor import model as actor_model
+
+    batch = random_batch()
+
+    def work():
+        seen = []
+        plain = actor_model.token_stats
+        monkeypatch.setattr(
+            actor_model,
+            "token_stats",
+            lambda logits, *a, **k: (
+                seen.append((logits.dtype, len(logits))) or plain(logits, *a, **k)
+            ),
+        )
+        with policy_on(model_dir, Layout(tensor=2), dtype=torch.bfloat16) as policy:
+            plan = plan_for(policy, batch)
+            inputs, _, old = prepared(policy, batch, plan, dynamo=True)
+            (update,) = policy.update(plan, inputs)
+            return seen, old.stats, update.skipped
+
+    def exact():
+        with policy_on(model_dir, Layout()) as policy:
+            return policy.token_stats(batch, plan_for(policy, batch)).stats
+
+    want = run_on_ranks(exact, 1)[0]
+    for seen, stats, skipped in run_on_ranks(work, 2):
+        assert {dtype for dtype, _ in seen} == {torch.bfloat16}
+        # two passes over the response tokens, and nothing of prompts or padding
+        assert sum(rows for _, rows in seen) == 2 * batch.num_response_tokens
+        assert stats.logp.dtype == torch.float32
+        # bfloat16 activations; a wrong position or temperature would be off by nats
+        assert (stats.logp - want.logp).abs().mean() < 0.1
+        assert not skipped
