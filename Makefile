@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 
 .PHONY: demo control test lint bench clean
 
-demo: $(VENV)/.run  ## the main job: DynaMO on two tensor-parallel ranks, about ten minutes
+demo: $(VENV)/.run  ## the main job: DynaMO on two tensor-parallel ranks, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml
 
 control: $(VENV)/.run  ## the same run with shuffled rewards: nothing should be learned
