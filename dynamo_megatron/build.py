@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from dynamo_megatron.actor.policy import MegatronPolicy, PolicySettings
 from dynamo_megatron.actor.topology import Topology
 from dynamo_megatron.assets import TINY_POLICY
 from dynamo_megatron.batching.split import RowLimits, row_multiple
+from dynamo_megatron.checkpoint.manifest import model_fingerprint
 from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.prompts import tokenize_prompts
@@ -26,7 +27,7 @@ from dynamo_megatron.hf.architecture import Architecture, read_architecture
 from dynamo_megatron.loop import Parts
 from dynamo_megatron.parallel.control import ControlPlane
 from dynamo_megatron.recorder import Recorder
-from dynamo_megatron.reward.pool import INTEGER_ANSWER, RewardPool
+from dynamo_megatron.reward.pool import VERIFIERS, RewardPool
 from dynamo_megatron.rollout.hf_engine import HfEngine
 from dynamo_megatron.signals import StopSignal
 from dynamo_megatron.stages.allocation import check_allocation
@@ -202,7 +203,8 @@ def build_checkpointer(
         Path(config.run.dir) / "checkpoints",
         policy,
         keep=config.checkpoint.keep,
-        fingerprint={"architecture": asdict(inputs.arch), "dtype": config.model.dtype},
+        fingerprint=model_fingerprint(inputs.arch, DTYPES[config.model.dtype]),
+        hf_source=inputs.model_dir,
     )
 
 
@@ -213,7 +215,7 @@ def build_tier(
     engine = reward = None
     if topology.rank == 0:
         reward = RewardPool(
-            config.reward.function or INTEGER_ANSWER,
+            config.reward.function or VERIFIERS[config.reward.kind],
             workers=config.reward.workers,
             timeout_s=config.reward.timeout_s,
         )

@@ -115,6 +115,19 @@ class ArithmeticSource(Section):
     """Which problems of the split are drawn."""
 
 
+class ReasoningGymSource(Section):
+    """Problems of a reasoning-gym task; ``reward.kind=reasoning_gym`` verifies them."""
+
+    kind: Literal["reasoning_gym"]
+    task: str
+    """reasoning-gym's name of the task, such as chain_sum."""
+    name: str | None = None
+    """Name for metrics per source; the task by default."""
+    num_problems: Positive
+    seed: NonNegative = 0
+    """Which problems are generated."""
+
+
 class FileSource(Section):
     """Problems from a file: JSON, parquet (the DAPO and verl schema), a data set on disk."""
 
@@ -132,7 +145,7 @@ class FileSource(Section):
     """Take only the first so many problems."""
 
 
-Source = Annotated[ArithmeticSource | FileSource, Field(discriminator="kind")]
+Source = Annotated[ArithmeticSource | ReasoningGymSource | FileSource, Field(discriminator="kind")]
 
 
 class DataConfig(Section):
@@ -302,8 +315,8 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """Verification of responses in worker processes."""
 
-    kind: Literal["integer_answer", "function"] = "integer_answer"
-    """``integer_answer``: the last ``Answer: <integer>``; ``function``: your own verifier."""
+    kind: Literal["integer_answer", "math", "reasoning_gym", "function"] = "integer_answer"
+    """The last ``Answer: <integer>``; any mathematics; a reasoning-gym task; your own function."""
     function: str | None = None
     """``module:function`` called as f(response: str, answer: str, prompt: str) -> float."""
     workers: Positive = 1

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_megatron.config import ArithmeticSource, FileSource
+from dynamo_megatron.config import ArithmeticSource, FileSource, ReasoningGymSource, Source
 from dynamo_megatron.data.arithmetic import arithmetic_problems
 from dynamo_megatron.data.files import read_problem_file
 from dynamo_megatron.data.problems import DataError, Problem
+from dynamo_megatron.data.reasoning import reasoning_problems
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class LoadedProblems:
     contradictions: int
 
 
-def load_problems(sources: Sequence[ArithmeticSource | FileSource]) -> LoadedProblems:
+def load_problems(sources: Sequence[Source]) -> LoadedProblems:
     """Read and generate the problems of all sources.
 
     A problem that occurs twice in a source is kept once: published files repeat problems (every
@@ -74,7 +75,7 @@ def load_problems(sources: Sequence[ArithmeticSource | FileSource]) -> LoadedPro
     )
 
 
-def _source_names(sources: Sequence[ArithmeticSource | FileSource]) -> list[str]:
+def _source_names(sources: Sequence[Source]) -> list[str]:
     names = [source.name or Path(_path(source)).stem for source in sources]
     for i, source in enumerate(sources):
         if source.name is None and names.count(names[i]) > 1:
@@ -86,16 +87,22 @@ def _source_names(sources: Sequence[ArithmeticSource | FileSource]) -> list[str]
     return names
 
 
-def _path(source: ArithmeticSource | FileSource) -> str:
+def _path(source: Source) -> str:
+    if isinstance(source, ReasoningGymSource):
+        return source.task
     return source.path if isinstance(source, FileSource) else source.kind
 
 
-def _read(source: ArithmeticSource | FileSource, name: str) -> Iterator[Problem]:
+def _read(source: Source, name: str) -> Iterator[Problem]:
     if isinstance(source, ArithmeticSource):
         for generated in arithmetic_problems(
             source.num_problems, seed=source.seed, split=source.split
         ):
             yield Problem(text=generated.problem, answer=generated.answer, source=name)
+        return
+    if isinstance(source, ReasoningGymSource):
+        for made in reasoning_problems(source.task, source.num_problems, seed=source.seed):
+            yield Problem(text=made.question, answer=made.entry, source=name)
         return
     for record in read_problem_file(
         Path(source.path).expanduser(),

@@ -1,4 +1,4 @@
-"""Verifier for integer answers: the last ``Answer: <integer>`` of a response.
+r"""Verifier for integer answers: the last ``Answer: <integer>``, or ``\boxed{}`` without one.
 
 What counts as an integer is strict on purpose: the line after the last ``Answer:`` must hold one
 integer and nothing else but decoration. A lenient reading ("the first number found") pays a policy
@@ -18,6 +18,7 @@ _CLOSE = r"(?:[\s*$`]|\\[)\]])*+"
 _LINE = re.compile(
     rf"{_OPEN}(?:\\boxed\{{\s*+({_INTEGER})\s*+\}}|({_INTEGER})){_CLOSE}\.?+{_CLOSE}"
 )
+_BOXED = re.compile(r"\\boxed\{([^{}]*+(?:\{,\}[^{}]*+)*+)\}")
 _MARKER = re.compile(r"(?<!\w)Answer(?:\*\*)?+[ \t]*+:")
 
 
@@ -29,7 +30,8 @@ def extract_integer_answer(response: str) -> str | None:
     markdown stars and backticks, dollar signs, ``\( \)``, ``\[ \]``, ``\boxed{}`` around it and a
     full stop after it are ignored. Anything else on the line, such as a unit, a second number or a
     decimal part (12.5, and 12.0 too), means that there is no integer answer. An earlier
-    ``Answer:`` is never fallen back to. ``Answer`` is case-sensitive and starts a word.
+    ``Answer:`` is never fallen back to. ``Answer`` is case-sensitive and starts a word. Only a
+    response without any ``Answer:`` is asked for its last ``\boxed{}``.
 
     Args:
         response: decoded response, any content.
@@ -41,7 +43,9 @@ def extract_integer_answer(response: str) -> str | None:
     for marker in _MARKER.finditer(response):
         start = marker.end()
     if start is None:
-        return None
+        boxed = response.rfind("\\boxed{")
+        match = _BOXED.match(response, boxed) if boxed >= 0 else None
+        return _canonical_integer(match[1]) if match else None
     return _canonical_integer(response[start:].lstrip().partition("\n")[0])
 
 

@@ -24,7 +24,14 @@ from dynamo_megatron.reward.worker import FAILED, READY
 from dynamo_megatron.types import Prompt, Rollout, Verdict, VerdictStatus
 
 INTEGER_ANSWER = "dynamo_megatron.reward.integer_answer:verify_integer_answer"
-"""The built-in verifier; nothing but its name sets it apart from a user's."""
+CHECK_REFERENCE = "dynamo_megatron.reward.math_answer:check_reference"
+MATH = "dynamo_megatron.reward.math_answer:verify_math"
+VERIFIERS = {
+    "integer_answer": INTEGER_ANSWER,
+    "math": MATH,
+    "reasoning_gym": "dynamo_megatron.reward.reasoning_gym_answer:verify_reasoning_gym",
+}
+"""The built-in verifiers; nothing but their names sets them apart from a user's."""
 
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space of a worker."""
@@ -108,19 +115,27 @@ class RewardPool:
         """Process ids of the workers that run now."""
         return tuple(worker.pid for worker in self._workers)
 
-    def check(self, prompts: Sequence[Prompt] = ()) -> None:
+    def check(self, prompts: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
         """Start every worker and wait until all have imported the verifier.
 
         Args:
-            prompts: problems whose reference answers the built-in verifier must be able to read.
+            prompts: problems whose reference answers a built-in verifier must be able to read.
+
+        Returns:
+            Problems whose reference the math verifier cannot read as mathematics: a response is
+            right there only if it writes the same text. They are logged as well.
 
         Raises:
             RewardError: the verifier cannot be imported, or references are not integers.
         """
+        as_text: tuple[Prompt, ...] = ()
         if self._verifier == INTEGER_ANSWER:
             _check_references(prompts)
+        if self._verifier == MATH:
+            as_text = self._unreadable(prompts)
         self._start_workers()
         self._run(deque(), [], await_start=True)
+        return as_text
 
     def score(self, items: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
         """One verdict for each item, in order.
@@ -132,12 +147,44 @@ class RewardPool:
             Task(index=i, response=rollout.text, answer=prompt.answer, prompt=prompt.text)
             for i, (prompt, rollout) in enumerate(items)
         ]
+        return self._verify(tasks)
+
+    def _verify(self, tasks: Sequence[Task]) -> list[Verdict]:
         self._start_workers()
         verdicts: list[Verdict | None] = [None] * len(tasks)
         self._run(deque(_chunks(tasks, self._num_workers)), verdicts)
         complete = [verdict for verdict in verdicts if verdict is not None]
         assert len(complete) == len(tasks), "the pool stopped before every item had a verdict"
         return complete
+
+    def _unreadable(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+        """Problems whose reference math-verify cannot read, found in a worker of their own."""
+        doubtful = [prompt for prompt in prompts if not _is_integer(prompt.answer)]
+        if not doubtful:
+            return ()
+        with RewardPool(
+            CHECK_REFERENCE, workers=self._num_workers, timeout_s=self._timeout_s
+        ) as checker:
+            verdicts = checker._verify(
+                [
+                    Task(index=i, response="", answer=p.answer, prompt="")
+                    for i, p in enumerate(doubtful)
+                ]
+            )
+        found = tuple(
+            prompt
+            for prompt, verdict in zip(doubtful, verdicts, strict=True)
+            if not (verdict.valid and verdict.reward)
+        )
+        if found:
+            _LOG.warning(
+                "%d of %d reference answers cannot be read as mathematics; responses to them are "
+                "compared as text: %s",
+                len(found),
+                len(prompts),
+                ", ".join(f"{p.source}/{p.id} {p.answer[:40]!r}" for p in found),
+            )
+        return found
 
     def close(self) -> None:
         """End the worker processes. May be called again."""
@@ -316,6 +363,14 @@ class RewardPool:
             self._workers.pop().end()
 
 
+def _is_integer(answer: str) -> bool:
+    try:
+        parse_reference(answer)
+    except ValueError:
+        return False
+    return True
+
+
 def _chunks(tasks: Sequence[Task], num_workers: int) -> list[list[Task]]:
     """Cut tasks into messages: few enough to be cheap, small enough to share out evenly."""
     longest = min(CHUNK_ITEMS, max(1, len(tasks) // (4 * num_workers)))
@@ -331,16 +386,11 @@ def _chunks(tasks: Sequence[Task], num_workers: int) -> list[list[Task]]:
 
 
 def _check_references(prompts: Sequence[Prompt]) -> None:
-    unreadable = []
-    for prompt in prompts:
-        try:
-            parse_reference(prompt.answer)
-        except ValueError:
-            unreadable.append(prompt)
+    unreadable = [prompt for prompt in prompts if not _is_integer(prompt.answer)]
     if unreadable:
         examples = "; ".join(f"{p.source}/{p.id}: {p.answer[:60]!r}" for p in unreadable[:3])
         raise RewardError(
             f"reward.kind=integer_answer, but {len(unreadable)} of {len(prompts)} reference "
             f"answers are not integers ({examples}): no response to them could ever be right. "
-            "Leave these problems out, or set reward.kind=function with a verifier for them."
+            "Leave these problems out, or set reward.kind=math or your own verifier."
         )

@@ -236,7 +236,10 @@ def test_a_key_of_another_kind_of_source_says_so(good: Path):
         ("run.resume=nevr", ["wanted: never | always | if_present. Did you mean never?"]),
         ("model.recompute=1", ["got 1 (an integer), wanted: true or false."]),
         ('model.recompute="yes"', ["Write true or false, without quotes."]),
-        ("data.train.0.kind=foo", ["got 'foo' (text), wanted: arithmetic | jsonl | json | parquet | arrow."]),
+        (
+            "data.train.0.kind=foo",
+            ["got 'foo' (text), wanted: arithmetic | reasoning_gym | jsonl | json | parquet | arrow."],
+        ),
         ("data.train.0=5", ["got 5 (an integer), wanted: a section."]),
         ("data.train=[]", ["got [] (a list), wanted: list of sections at least 1 long."]),
         ("algorithm=4", ["got 4 (an integer), wanted: a section."]),
@@ -266,7 +269,7 @@ def test_the_override_that_decided_is_the_one_named(good: Path):
 def test_a_source_without_kind_says_which_kinds_there_are(good: Path):
     (problem,) = problems_of(good, "data.train=[{name: x}]")
     assert problem.startswith("data.train.0.kind: required, but missing.")
-    assert "(arithmetic | jsonl | json | parquet | arrow)" in problem
+    assert "(arithmetic | reasoning_gym | jsonl | json | parquet | arrow)" in problem
 
 
 @pytest.mark.parametrize("override", ["run.dir", "=3", "--run.dir", " =3"])

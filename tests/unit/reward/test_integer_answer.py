@@ -55,6 +55,10 @@ from dynamo_megatron.reward.verification import Verification
         ("Answer: 1\nno, wait\nAnswer: 2", "2"),
         ("Answer: 1 Answer: 2", "2"),
         ("Answer: 12 apples\nAnswer: 12", "12"),
+        # without a marker the last box
+        (r"so $\boxed{1}$, no, $\boxed{025}$.", "25"),
+        (r"\boxed{1{,}234}", "1234"),
+        (r"\boxed{1} Answer: 2", "2"),
         ("Answer: 5\nThe answer: a prime", "5"),
         ("\x00\ud800 Answer: 3", "3"),
         ("Answer: " + "9" * 5000, "9" * 5000),
@@ -69,7 +73,10 @@ def test_the_last_integer_answer_is_extracted(response, integer):
     [
         "",
         "403",
-        r"\boxed{403}",
+        r"\boxed{403} Answer: x",
+        r"\boxed{403} \boxed{4.5}",
+        r"\boxed{403",
+        r"\boxed{\text{403}}",
         "The result is 403.",
         "Answer 403",
         "Answer = 403",

@@ -1,0 +1,138 @@
+r"""Verifier for mathematical answers: equal as numbers, expressions, sets or text.
+
+The answer is found by ``extraction``; what is compared is one expression against one, never a
+search of the response for something that fits. Two decimal numbers are compared exactly, words and
+equal texts as text; everything else is math-verify's work (Apache-2.0, on sympy), which leaves
+units and their powers out of account. Its own time limits use ``signal.alarm`` and are off: the
+pool kills a worker that takes too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from dynamo_megatron.reward.extraction import extract_answer, strip_markup
+from dynamo_megatron.reward.verification import Verification
+
+_NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?")
+_BASED = re.compile(r"([0-9A-Z]++)_\{?([0-9]++)\}?")
+_WORDS = re.compile(
+    r"(?:\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}|([A-Za-z]+(?:[' .-][A-Za-z]+)*+\.?))"
+)
+_WORD_LETTERS = 4
+_SPACING = re.compile(r"\\[!,;:> ]|\\left(?![a-z])|\\right(?![a-z])|[\s~]")
+
+
+def verify_math(response: str, answer: str, prompt: str) -> Verification:
+    """Reward 1.0 where the response's final answer equals the reference, else 0.0.
+
+    Args:
+        response: decoded response.
+        answer: reference answer: LaTeX, a number or words, with or without math delimiters.
+        prompt: not used.
+    """
+    found = extract_answer(response)
+    if found is None:
+        return Verification(reward=0.0)
+    equal = answers_agree(found.text, answer)
+    return Verification(reward=float(equal), formatted=found.formatted, extracted=found.text)
+
+
+def check_reference(response: str, answer: str, prompt: str) -> Verification:
+    """Reward 1.0 where the reference itself can be compared by value, 0.0 where only as text."""
+    reference = strip_markup(answer)
+    known = (
+        _number(reference) is not None or _words(reference, min_letters=_WORD_LETTERS) is not None
+    )
+    return Verification(reward=float(known or bool(_parse(reference))))
+
+
+def answers_agree(found: str, answer: str) -> bool:
+    """Whether two answers are the same.
+
+    Args:
+        found: the answer of a response.
+        answer: the reference.
+    """
+    reference = strip_markup(answer)
+    found = strip_markup(found)
+    if _plain(found) == _plain(reference):
+        return True
+    numbers = _number(found), _number(reference)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    # math-verify drops a subscript: 52 in base 9 would pass for 52 in base 8.
+    based = _BASED.fullmatch(reference), _BASED.fullmatch(found)
+    if based[0] and based[1]:
+        return based[0].groups() == based[1].groups()
+    # Words are no products of letters: math-verify would take "nevelyE" for "Evelyn".
+    words = _words(reference, min_letters=_WORD_LETTERS)
+    if words is not None:
+        return _words(found, min_letters=1) == words
+    gold = _parse(reference)
+    target = _parse(found) if gold else []
+    return bool(target) and bool(
+        _math_verify().verify(gold, target, timeout_seconds=None, raise_on_error=False)
+    )
+
+
+def _plain(text: str) -> str:
+    """Text without spacing, for comparison as text."""
+    text = _SPACING.sub("", text)
+    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\u2212", "-")
+
+
+def _number(text: str) -> Fraction | None:
+    """The exact value of an integer or decimal."""
+    text = text.replace("{,}", ",").replace("\\!", "").replace("\\$", "").strip()
+    if not _NUMBER.fullmatch(text):
+        return None
+    return Fraction(text.replace(",", "").replace("\u2212", "-"))
+
+
+def _words(text: str, *, min_letters: int) -> str | None:
+    """Words without their LaTeX command, in lower case; None where the text is mathematics.
+
+    Args:
+        text: an answer.
+        min_letters: shorter text outside a command is a product of variables.
+    """
+    match = _WORDS.fullmatch(text)
+    if match is None:
+        return None
+    bare = match[1] is None
+    words = " ".join((match[1] or match[2]).lower().split()).strip(".")
+    if not any(character.isalpha() for character in words):
+        return None
+    return words if not bare or len(words) >= min_letters else None
+
+
+def _parse(text: str) -> list[Any]:
+    """The text as one expression; empty where math-verify cannot read it."""
+    package = _math_verify()
+    config = package.LatexExtractionConfig(boxed_match_priority=0)
+    return package.parse(
+        f"\\boxed{{{text}}}",
+        extraction_config=[config],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
+
+
+@lru_cache(maxsize=1)
+def _math_verify() -> Any:
+    """math-verify, imported on first use: a second, and only in a worker."""
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ImportError(
+            "reward.kind=math needs math-verify, which is not installed: "
+            "pip install 'dynamo-megatron[math]'"
+        ) from error
+    # It warns that its time limits are off; they are the pool's work.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify
