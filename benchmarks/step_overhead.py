@@ -24,7 +24,7 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from dynamo_megatron.actor.forward_step import LossSettings, TokenInputs  # noqa: E402
+from dynamo_megatron.actor.forward_step import LossSettings  # noqa: E402
 from dynamo_megatron.actor.optimizer import OptimizerSettings  # noqa: E402
 from dynamo_megatron.actor.policy import MegatronPolicy, PolicySettings  # noqa: E402
 from dynamo_megatron.actor.topology import init_topology, init_torch_distributed  # noqa: E402
@@ -33,7 +33,11 @@ from dynamo_megatron.batching.split import RowLimits, plan_mini_batches  # noqa:
 from dynamo_megatron.config import ClipConfig, ModulationConfig  # noqa: E402
 from dynamo_megatron.hf.architecture import read_architecture  # noqa: E402
 from dynamo_megatron.stages.modulation import modulate_batch  # noqa: E402
-from dynamo_megatron.types import TrainBatch, ragged_offsets  # noqa: E402
+from dynamo_megatron.types import (  # noqa: E402
+    TokenInputs,
+    TrainBatch,
+    ragged_offsets,
+)
 
 GRPO = ModulationConfig(gradient_compensation=False, stabilization=False)
 DYNAMO = ModulationConfig()

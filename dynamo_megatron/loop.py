@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 import psutil
 from torch.distributed import ProcessGroup
 
-from dynamo_megatron.actor.forward_step import TokenInputs
-from dynamo_megatron.actor.policy import MegatronPolicy
 from dynamo_megatron.batching.pack import kept_rollouts, pack
 from dynamo_megatron.batching.split import RowLimits, plan_mini_batches
 from dynamo_megatron.config import Config
 from dynamo_megatron.load_config import to_yaml
 from dynamo_megatron.parallel.digest import require_agreement
 from dynamo_megatron.parallel.reduce import raise_together
-from dynamo_megatron.protocols import Checkpointer, MetricValue, PromptSource
+from dynamo_megatron.protocols import Checkpointer, MetricValue, PolicyActor, PromptSource
 from dynamo_megatron.recorder import Recorder
 from dynamo_megatron.reward.shuffle import shuffled_rewards
 from dynamo_megatron.rollout.errors import SamplerMismatchError
@@ -44,6 +42,7 @@ from dynamo_megatron.types import (
     OwnedStats,
     Prompt,
     RolloutGroup,
+    TokenInputs,
     TrainBatch,
 )
 
@@ -56,7 +55,7 @@ class Parts:
 
     config: Config
     prompts: PromptSource
-    policy: MegatronPolicy
+    policy: PolicyActor
     tier: RolloutTier
     heldout: HeldoutStage
     checkpointer: Checkpointer
@@ -116,7 +115,7 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
         batch,
         num_groups=len(groups),
         groups_per_mini_batch=config.batch.mini_batch_prompts or len(groups),
-        data_parallel=parts.policy.topology.data_size,
+        data_parallel=parts.policy.data_size,
         limits=parts.row_limits,
     )
     with clock("stats"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +12,11 @@ from dynamo_megatron.types import (
     DataCursor,
     GroupSizes,
     MiniBatch,
+    Modulate,
     OwnedStats,
     Prompt,
     Rollout,
-    RolloutGroup,
+    TokenInputs,
     TrainBatch,
     UpdateStats,
     Verdict,
@@ -36,14 +37,6 @@ class PromptSource(Protocol):
         ...
 
     def __len__(self) -> int: ...
-
-
-class Allocator(Protocol):
-    """Decides how many rollouts each prompt of a step receives (rank 0)."""
-
-    def sizes(self, prompts: Sequence[Prompt]) -> GroupSizes:
-        """Group sizes that spend the step's budget exactly."""
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -94,20 +87,44 @@ class Reward(Protocol):
 
 
 class PolicyActor(Protocol):
-    """The policy in Megatron-Core. Every method is collective: all ranks call it together."""
+    """The policy on this rank. Every method is collective: all ranks call it together."""
+
+    @property
+    def reports_tokens(self) -> bool:
+        """Among the ranks that own the same tokens, this one counts them in metrics."""
+        ...
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel shares that mini-batches are planned for."""
+        ...
 
     def weights(self) -> WeightStream:
         """The current weights under Hugging Face names. Every rank must exhaust the stream."""
         ...
 
     def token_stats(self, batch: TrainBatch, plan: Sequence[MiniBatch]) -> OwnedStats:
-        """Statistics of the policy as it is, for every response token of the step."""
+        """Statistics of the policy as it is, for the response tokens that this rank owns."""
+        ...
+
+    def reference_logp(self, batch: TrainBatch, plan: Sequence[MiniBatch]) -> Tensor | None:
+        """[T] log-probabilities under the policy the run started from; None without a penalty."""
         ...
 
     def update(
-        self, batch: TrainBatch, plan: Sequence[MiniBatch], old: OwnedStats
+        self,
+        plan: Sequence[MiniBatch],
+        tokens: TokenInputs,
+        modulate: Callable[[MiniBatch], Modulate] | None = None,
     ) -> list[UpdateStats]:
-        """One optimizer step for each mini-batch of the plan."""
+        """One optimizer step for each mini-batch of the plan.
+
+        Args:
+            plan: the step's mini-batches.
+            tokens: advantages and log-probabilities, [T].
+            modulate: for each mini-batch the modulation by current statistics; None when the
+                advantages are final.
+        """
         ...
 
 
@@ -137,17 +154,3 @@ class Checkpointer(Protocol):
     def load(self, path: Path) -> Mapping[str, Any]:
         """Restore model, optimizer and random state; return the trainer's own state."""
         ...
-
-
-__all__ = [
-    "Allocator",
-    "Checkpointer",
-    "MetricValue",
-    "MetricsSink",
-    "PolicyActor",
-    "PromptSource",
-    "Reward",
-    "RolloutEngine",
-    "RolloutGroup",
-    "WeightStream",
-]

@@ -37,7 +37,7 @@ def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
     return "\n".join(lines)
 
 
-def _next_steps(run_dir: Path, state: LoopState, num_steps: int, export: Path | None) -> list[str]:
+def _next_steps(run_dir: Path, state: LoopState, num_steps: int, export: Path) -> list[str]:
     if state.step < num_steps:
         return ["  the same command with run.resume=if_present goes on from here"]
     longer = (

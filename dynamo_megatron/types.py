@@ -7,7 +7,7 @@ T response tokens of all sequences (the rows of the loss), M mini-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -290,6 +290,25 @@ class OwnedStats:
 
     stats: TokenStats
     owned: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInputs:
+    """What the loss needs for each response token of the batch, all [T] float32 on the CPU.
+
+    Attributes:
+        advantages: modulated already when the old policy's statistics are used.
+        old_logp: log-probabilities before the step.
+        reference_logp: of the reference policy, or None without a penalty.
+    """
+
+    advantages: Tensor
+    old_logp: Tensor
+    reference_logp: Tensor | None = None
+
+
+Modulate = Callable[[Tensor, TokenStats, Tensor], Tensor]
+"""(advantages, current statistics, ratio) -> advantages, for statistics of the current policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

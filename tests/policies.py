@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dynamo_megatron.actor.forward_step import LossSettings, TokenInputs
+from dynamo_megatron.actor.forward_step import LossSettings
 from dynamo_megatron.actor.optimizer import OptimizerSettings
 from dynamo_megatron.actor.policy import MegatronPolicy, PolicySettings
 from dynamo_megatron.actor.topology import init_topology
@@ -19,7 +19,7 @@ from dynamo_megatron.batching.split import RowLimits, plan_mini_batches, row_mul
 from dynamo_megatron.config import ClipConfig, ModulationConfig
 from dynamo_megatron.hf.architecture import read_architecture
 from dynamo_megatron.stages.modulation import modulate_batch
-from dynamo_megatron.types import MiniBatch, TrainBatch, ragged_offsets
+from dynamo_megatron.types import MiniBatch, TokenInputs, TrainBatch, ragged_offsets
 
 VOCAB = 101  # prime: no tensor-parallel size divides it, so padding is real
 

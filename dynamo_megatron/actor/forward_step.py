@@ -26,7 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from dynamo_megatron.algo.policy_loss import clipped_policy_loss, kl_penalty
-from dynamo_megatron.types import MicroBatch, TokenStats
+from dynamo_megatron.types import MicroBatch, Modulate, TokenInputs, TokenStats
 
 NUM_SUMS = 6
 """Entries of ``LossReport.sums``: loss, entropy, clipped, k3 to old, reference KL, tokens."""
@@ -43,31 +43,12 @@ class LossSettings:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenInputs:
-    """What the loss needs for each response token of the batch, all [T] float32 on the CPU.
-
-    Attributes:
-        advantages: modulated already when the old policy's statistics are used.
-        old_logp: log-probabilities before the step.
-        reference_logp: of the reference policy, or None without a penalty.
-    """
-
-    advantages: Tensor
-    old_logp: Tensor
-    reference_logp: Tensor | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class LossReport:
     """Sums over a micro-batch's response tokens ([NUM_SUMS] float64) and its largest ratio."""
 
     sums: Tensor
     ratio_max: Tensor
-
-
-Modulate = Callable[[Tensor, TokenStats, Tensor], Tensor]
-"""(advantages, current statistics, ratio) -> advantages, for statistics of the current policy."""
 
 
 def packed_parameters(row: MicroBatch, device: torch.device) -> PackedSeqParams:

@@ -21,8 +21,6 @@ from dynamo_megatron.actor.forward_step import (
     NUM_SUMS,
     LossReport,
     LossSettings,
-    Modulate,
-    TokenInputs,
     statistics_step,
     training_step,
 )
@@ -39,7 +37,15 @@ from dynamo_megatron.hf.architecture import Architecture
 from dynamo_megatron.hf.reader import SafetensorsReader
 from dynamo_megatron.kernels.linear import LOGITS_BUDGET_BYTES
 from dynamo_megatron.parallel.reduce import all_reduce_max, all_reduce_sum
-from dynamo_megatron.types import MiniBatch, OwnedStats, TokenStats, TrainBatch, UpdateStats
+from dynamo_megatron.types import (
+    MiniBatch,
+    Modulate,
+    OwnedStats,
+    TokenInputs,
+    TokenStats,
+    TrainBatch,
+    UpdateStats,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,11 @@ class MegatronPolicy:
     def reports_tokens(self) -> bool:
         """Among the ranks that own the same tokens, this one counts them in metrics."""
         return self.topology.last_stage and self.topology.tensor_rank == 0
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel shares that mini-batches are planned for."""
+        return self.topology.data_size
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights under Hugging Face names; every rank must exhaust the stream."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from dynamo_megatron.actor.forward_step import TokenInputs
 from dynamo_megatron.actor.model import HeadSettings, build_model
 from dynamo_megatron.actor.topology import init_topology
 from dynamo_megatron.actor.weights import export_hf_weights, load_hf_weights
@@ -28,6 +27,7 @@ from dynamo_megatron.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    TokenInputs,
     Verdict,
 )
 from tests.policies import (

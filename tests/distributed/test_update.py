@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynamo_megatron.actor.forward_step import TokenInputs
 from dynamo_megatron.config import ClipConfig, ModulationConfig
 from dynamo_megatron.stages.modulation import current_modulation
+from dynamo_megatron.types import TokenInputs
 from tests.policies import (
     Layout,
     hf_gradients,
