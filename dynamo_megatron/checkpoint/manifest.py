@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dynamo_megatron.checkpoint.errors import CheckpointError
+from dynamo_megatron.hf.architecture import Architecture
 
 FORMAT_VERSION = 1
 MARKER = "complete.json"
@@ -40,7 +43,7 @@ class Manifest:
         torch: likewise.
         fingerprint: the model; must be equal to load.
         layout: sizes of the parallel groups; may differ.
-        optimizer: Megatron-Core's class of optimizer; must be equal.
+        optimizer: Megatron-Core's class of optimizer, or ``WEIGHTS_ONLY``; must be equal.
         optimizer_state: the optimizer had made an update and its state is in the checkpoint.
         scheduler_steps: position of the learning-rate schedule.
         files: by path relative to the folder, without the marker itself.
@@ -57,6 +60,15 @@ class Manifest:
     optimizer_state: bool
     scheduler_steps: int
     files: Mapping[str, FileRecord]
+
+
+WEIGHTS_ONLY = "none, weights only"
+"""What stands for the optimizer in a checkpoint that was converted and not trained."""
+
+
+def model_fingerprint(arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    """What must be equal for a model to be loaded."""
+    return {"architecture": asdict(arch), "dtype": str(dtype).removeprefix("torch.")}
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ A checkpoint is a folder ``step_00000012``::
     rng/rank_00000.safetensors                      random states of each rank
     trainer.json                                    the trainer's own state
     config.yaml                                     the resolved configuration, for people
+    hf/                                             config.json, tokenizer, chat template
     complete.json                                   the completion marker, written last
 
 It grows under ``step_00000012.tmp-<hex>``, and is renamed when the marker is on disk.
@@ -39,6 +40,7 @@ from dynamo_megatron.checkpoint.folders import (
 from dynamo_megatron.checkpoint.manifest import (
     FORMAT_VERSION,
     MARKER,
+    WEIGHTS_ONLY,
     FileRecord,
     Manifest,
     decode_manifest,
@@ -66,12 +68,13 @@ from dynamo_megatron.checkpoint.random_state import (
 )
 from dynamo_megatron.checkpoint.shards import read_shards, write_shards
 from dynamo_megatron.checkpoint.trusted import read_common, read_index
+from dynamo_megatron.hf.files import CONFIG, companion_files
 from dynamo_megatron.parallel.broadcast import broadcast_bytes, gather_bytes
 from dynamo_megatron.parallel.reduce import any_rank
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE, CONFIG_FILE = "trainer.json", "config.yaml"
+STATE_FILE, CONFIG_FILE, HF_FOLDER = "trainer.json", "config.yaml", "hf"
 
 
 class MegatronCheckpointer:
@@ -83,10 +86,18 @@ class MegatronCheckpointer:
         keep: complete checkpoints that stay, the newest.
         fingerprint: the model in JSON-able values (architecture, dtype); a checkpoint of another
             one is refused.
+        hf_source: Hugging Face folder that the run started from; its small files go along, so that
+            a checkpoint can be converted on its own.
     """
 
     def __init__(
-        self, directory: Path, policy: TrainedPolicy, *, keep: int, fingerprint: Mapping[str, Any]
+        self,
+        directory: Path,
+        policy: TrainedPolicy,
+        *,
+        keep: int,
+        fingerprint: Mapping[str, Any],
+        hf_source: Path | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the checkpoint just written must stay.")
@@ -95,6 +106,7 @@ class MegatronCheckpointer:
         self.keep = keep
         # As it will be read back, so that tuples compare equal to lists.
         self.fingerprint: Mapping[str, Any] = json.loads(json.dumps(fingerprint))
+        self._hf_source = hf_source
         self._group = policy.topology.world_group
         self._zero = dist.get_global_rank(self._group, 0)
         self._first = policy.topology.rank == self._zero
@@ -151,6 +163,8 @@ class MegatronCheckpointer:
                 write_file(folder / STATE_FILE, trainer)
                 if config is not None:
                     write_file(folder / CONFIG_FILE, config.encode())
+                if self._hf_source is not None:
+                    copy_hf_files(self._hf_source, folder / HF_FOLDER)
         gathered = gather_bytes(json.dumps(hashes).encode(), group=self._group)
         with together(doing, self._group):
             if self._first:
@@ -287,6 +301,12 @@ class MegatronCheckpointer:
                 f"{path} is a checkpoint of another model. {'; '.join(differences)}. Set "
                 "model.* as it was, or point run.dir to a new folder."
             )
+        if manifest.optimizer == WEIGHTS_ONLY and not weights_only:
+            raise CheckpointError(
+                f"{path} was converted from Hugging Face format and holds weights only: there is "
+                "no run in it to go on with. Set model.path to the Hugging Face folder and start "
+                "a new run."
+            )
         kind = optimizer_kind(self.policy.optimizer)
         if manifest.optimizer != kind and not weights_only:
             raise CheckpointError(
@@ -364,6 +384,12 @@ def _require_json(value: Any, where: str) -> None:
             f"{where} is a {type(value).__name__}, which JSON cannot hold. Convert it to numbers, "
             "text, lists and dicts."
         )
+
+
+def copy_hf_files(source: Path, folder: Path) -> None:
+    """Copy configuration, tokenizer, chat template and generation settings as they are."""
+    for name in (Path(CONFIG), *companion_files(source)):
+        write_file(folder / name, (source / name).read_bytes())
 
 
 def _random_file(rank: int) -> str:

@@ -90,10 +90,7 @@ def write_shards(policy: TrainedPolicy, folder: Path, *, with_optimizer: bool) -
         assert isinstance(sharded, dict), "the state is one"
     with together(doing, group):
         if policy.topology.rank == 0:
-            serialised = io.BytesIO()
-            torch.save(common, serialised)
-            write_file(folder / COMMON, serialised.getvalue())
-            save_config(CheckpointingConfig("torch_dist"), str(folder))
+            write_common(folder, common)
     with together(doing, group):
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded, keep_only_main_replica=True
@@ -103,6 +100,20 @@ def write_shards(policy: TrainedPolicy, folder: Path, *, with_optimizer: bool) -
             storage_writer=_Writer(str(folder), thread_count=1, overwrite=False),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
+
+
+def write_common(folder: Path, common: Mapping[str, Any] | None = None) -> None:
+    """Write what Megatron-Core wants beside the tensors: the rest of the state, and its format.
+
+    Args:
+        folder: the checkpoint.
+        common: everything that is no sharded tensor; for weights alone nothing but the format's
+            own description.
+    """
+    serialised = io.BytesIO()
+    torch.save(common or {_CONTENT_KEY: dict(_CONTENT)}, serialised)
+    write_file(folder / COMMON, serialised.getvalue())
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
 
 
 class _Writer(FileSystemWriter):

@@ -117,6 +117,16 @@ def _decoder_layer(layer: int, arch: Architecture) -> Iterator[Entry]:
         )
 
 
+def checkpoint_key(entry: Entry) -> str:
+    """Name in a distributed checkpoint, where a decoder's layers share one, with a leading axis.
+
+    Source: megatron-core 0.16.1 ``TransformerBlock.sharded_state_dict``; the local layer spec's
+    norms are stored under their Transformer Engine names.
+    """
+    name = entry.megatron[-1]
+    return name if entry.layer is None else name.replace(f"layers.{entry.layer}.", "layers.", 1)
+
+
 def megatron_shape(entry: Entry, arch: Architecture, *, padded_vocab: int) -> tuple[int, ...]:
     """Shape of a full Megatron tensor, vocabulary padding included."""
     queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,12 +10,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from dynamo_megatron.actor.forward_step import LossSettings, TokenInputs
+from dynamo_megatron.actor.forward_step import LossSettings
 from dynamo_megatron.actor.policy import MegatronPolicy, PolicySettings
 from dynamo_megatron.actor.topology import init_topology
+from dynamo_megatron.checkpoint.manifest import model_fingerprint
 from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer
 from dynamo_megatron.hf.architecture import read_architecture
-from dynamo_megatron.types import UpdateStats
+from dynamo_megatron.types import TokenInputs, UpdateStats
 from tests.policies import Layout, optimizer_settings, plan_for, random_batch
 
 # Warm-up and decay, so that every update has another learning rate.
@@ -52,8 +52,13 @@ def policy(
         parallel_state.destroy_model_parallel()
 
 
-def checkpointer(policy: MegatronPolicy, directory: Path, *, keep: int = 5) -> MegatronCheckpointer:
-    return MegatronCheckpointer(directory, policy, keep=keep, fingerprint=asdict(policy.arch))
+def checkpointer(
+    policy: MegatronPolicy, directory: Path, *, keep: int = 5, hf_source: Path | None = None
+) -> MegatronCheckpointer:
+    fingerprint = model_fingerprint(policy.arch, policy.settings.dtype)
+    return MegatronCheckpointer(
+        directory, policy, keep=keep, fingerprint=fingerprint, hf_source=hf_source
+    )
 
 
 def train(policy: MegatronPolicy, steps: range) -> list[UpdateStats]:

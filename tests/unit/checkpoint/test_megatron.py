@@ -2,12 +2,12 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from dynamo_megatron.checkpoint.errors import CheckpointError
+from dynamo_megatron.checkpoint.manifest import model_fingerprint
 from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer, encode_state
 from tests.policies import hf_weights, write_qwen3
 from tests.ranks import run_on_ranks
@@ -34,12 +34,16 @@ def directory(model_dir, tmp_path_factory):
     return directory
 
 
+def _fingerprint(run) -> dict:
+    return model_fingerprint(run.arch, run.settings.dtype)
+
+
 def refusal(model_dir, folder, *, fingerprint=None, **options) -> str:
     def work():
         with policy(model_dir, **options) as run:
             before = everything(run)
             saved = MegatronCheckpointer(
-                folder.parent, run, keep=1, fingerprint=asdict(run.arch) | (fingerprint or {})
+                folder.parent, run, keep=1, fingerprint=_fingerprint(run) | (fingerprint or {})
             )
             with pytest.raises(CheckpointError) as caught:
                 saved.load(folder)
@@ -121,7 +125,7 @@ def test_a_missing_or_truncated_file_is_named_with_the_step_to_fall_back_to(
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(model_dir, directory):
     folder = directory / "step_00000002"
     message = refusal(model_dir, folder, fingerprint={"num_layers": 36, "dtype": "bfloat16"})
-    assert "dtype: saved 'nothing', now 'bfloat16'; num_layers: saved 4, now 36" in message
+    assert "dtype: saved 'float32', now 'bfloat16'; num_layers: saved 'nothing', now 36" in message
     assert "Delete" not in message
 
 

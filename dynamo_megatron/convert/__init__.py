@@ -1,0 +1,1 @@
+"""Between Hugging Face folders and distributed checkpoints, in one process, layer by layer."""

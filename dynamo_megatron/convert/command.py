@@ -1,0 +1,170 @@
+"""``dynamo-megatron convert to-hf | to-megatron``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo_megatron.convert.conversion import Conversion
+    from dynamo_megatron.convert.self_check import CheckReport
+
+FAILED = 1
+"""Exit code of a conversion that could not be made, or did not pass its check."""
+
+_EXAMPLES = """\
+examples:
+  dynamo-megatron convert to-hf runs/mine/checkpoints/step_00000200 exported
+  dynamo-megatron convert to-hf CHECKPOINT exported --dtype bfloat16
+  dynamo-megatron convert to-megatron /models/Qwen3-14B converted
+  dynamo-megatron convert to-hf CHECKPOINT exported --check-only
+
+One process on a CPU; one decoder layer is in memory at a time. Every conversion ends with a check
+of all tensors, bit by bit, and of the logits of a probe batch in transformers and in
+Megatron-Core. A conversion that fails leaves nothing behind.
+
+exit code: 0 converted and checked, 1 not converted (or the pair differs), 2 wrong arguments.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``convert``.
+
+    Returns:
+        The exit code.
+    """
+    arguments = _parser().parse_args(argv)
+    # Conversion needs no GPU, and must not take Transformer Engine's layers where there is one.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was left behind.")
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import megatron_patches
+
+    megatron_patches.apply()
+    import torch
+
+    from dynamo_megatron.checkpoint.errors import CheckpointError
+    from dynamo_megatron.convert import conversion
+
+    hf_out = arguments.direction == "to-hf"
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    source = arguments.source if hf_out else None
+    try:
+        if arguments.check_only:
+            pair = (arguments.input, arguments.out) if hf_out else (arguments.out, arguments.input)
+            written = "hf" if hf_out else "megatron"
+            report = conversion.check(*pair, written=written, source=source, progress=_bar)
+            _print(_check_line(report))
+            return 0
+        if hf_out:
+            done = conversion.to_hf(
+                arguments.input,
+                arguments.out,
+                source=source,
+                dtype=dtype,
+                shard_bytes=int(arguments.shard_gib * 2**30),
+                progress=_bar,
+            )
+        else:
+            done = conversion.to_megatron(
+                arguments.input, arguments.out, dtype=dtype, progress=_bar
+            )
+    except (ValueError, CheckpointError, OSError) as error:
+        _say(str(error))
+        return FAILED
+    _print(_done_lines(done))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dynamo-megatron convert",
+        description="Convert between Hugging Face folders and distributed checkpoints.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    to_hf = directions.add_parser("to-hf", help="checkpoint in, Hugging Face folder out")
+    to_hf.add_argument("input", type=Path, metavar="CHECKPOINT", help="a folder step_...")
+    to_hf.add_argument(
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face folder with config.json and tokenizer (default: that in the checkpoint)",
+    )
+    to_hf.add_argument(
+        "--shard-gib", type=_positive, default=5.0, help="largest file of weights (default: 5)"
+    )
+    to_megatron = directions.add_parser(
+        "to-megatron", help="Hugging Face folder in, weights-only checkpoint out"
+    )
+    to_megatron.add_argument("input", type=Path, metavar="HF", help="a model folder")
+    for direction in (to_hf, to_megatron):
+        direction.add_argument("out", type=Path, metavar="OUT", help="new folder")
+        direction.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16"),
+            help="of the weights written (default: as they are)",
+        )
+        direction.add_argument(
+            "--check-only", action="store_true", help="compare an existing pair, write nothing"
+        )
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _bar(items: Iterable) -> Iterator:
+    from tqdm import tqdm
+
+    # None: only where standard error is a terminal.
+    return iter(tqdm(items, disable=None, leave=False))
+
+
+def _done_lines(done: Conversion) -> str:
+    gib = done.num_bytes / 2**30
+    rate = f"{gib:.2f} GiB in {done.seconds:.1f} s"
+    return f"{done.out}: {rate}, checked in {done.check_seconds:.1f} s\n{_check_line(done.check)}"
+
+
+def _check_line(report: CheckReport) -> str:
+    return (
+        f"{report.num_tensors} tensors equal bit by bit; logits of transformers and Megatron-Core "
+        f"differ by at most {report.max_logit_difference:.2e} (largest logit "
+        f"{report.max_logit:.3g})"
+    )
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"dynamo-megatron convert: {text}\n")
