@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -145,7 +146,7 @@ def transformer_config(
 
     ``calculate_per_token_loss`` is part of the loss normalisation stated in ``forward_step``.
     """
-    cuda = topology.device.type == "cuda"
+    engine = uses_transformer_engine()
     recompute_arguments = (
         {
             "recompute_granularity": "full",
@@ -181,24 +182,29 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Every parameter comes from the model folder; the import checks that none is left out.
         perform_initialization=False,
-        use_cpu_initialization=not cuda,
+        use_cpu_initialization=topology.device.type == "cpu",
         masked_softmax_fusion=False,
-        persist_layer_norm=cuda,
-        apply_rope_fusion=cuda,
-        bias_activation_fusion=cuda,
-        bias_dropout_fusion=cuda,
+        persist_layer_norm=engine,
+        apply_rope_fusion=engine,
+        bias_activation_fusion=engine,
+        bias_dropout_fusion=engine,
         gradient_accumulation_fusion=False,
         cuda_graph_scope=[],
         **recompute_arguments,
     )
 
 
-def layer_spec(arch: Architecture) -> ModuleSpec:
-    """Transformer Engine's layers with CUDA, Megatron-Core's own with packed attention elsewhere.
+def uses_transformer_engine() -> bool:
+    """Transformer Engine's layers are taken where it is installed and there is a GPU for them."""
+    return HAVE_TE and torch.cuda.is_available()
 
-    Both take packed rows, and their checkpoints interchange.
+
+def layer_spec(arch: Architecture) -> ModuleSpec:
+    """Transformer Engine's layers, or Megatron-Core's own with packed attention.
+
+    Both take packed rows. Norms have other names in the two; ``hf.mapping`` knows both.
     """
-    if torch.cuda.is_available():
+    if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
     spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     attention = spec.submodules.self_attention  # type: ignore[union-attr]
