@@ -14,7 +14,7 @@ from dynamo_megatron.actor.forward_step import LossSettings
 from dynamo_megatron.actor.optimizer import OptimizerSettings
 from dynamo_megatron.actor.policy import MegatronPolicy, PolicySettings
 from dynamo_megatron.actor.topology import Topology
-from dynamo_megatron.assets import TINY_POLICY
+from dynamo_megatron.assets import model_folder
 from dynamo_megatron.batching.split import RowLimits, row_multiple
 from dynamo_megatron.checkpoint.manifest import model_fingerprint
 from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUILTIN_MODELS = {"builtin:tiny": TINY_POLICY}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -66,18 +65,6 @@ class Inputs:
     train_prompts: tuple[Prompt, ...]
     train: ShuffledPrompts
     heldout: tuple[Prompt, ...]
-
-
-def model_folder(path: str) -> Path:
-    """The folder of ``model.path``; ``builtin:`` names what ships with the package."""
-    if path.startswith("builtin:"):
-        if path not in BUILTIN_MODELS:
-            raise ValueError(
-                f"model.path={path}: the built-in models are {', '.join(BUILTIN_MODELS)}. "
-                "Use one of them, or a Hugging Face model folder."
-            )
-        return BUILTIN_MODELS[path]
-    return Path(path).expanduser()
 
 
 def read_inputs(config: Config) -> Inputs:

@@ -30,6 +30,7 @@ commands:
   train    train a policy as a YAML file describes it
   config   print every configuration key with its type, default and meaning
   convert  between checkpoints and Hugging Face folders, each way, with a check of the result
+  eval     pass@1, pass@k and majority vote of a model on problem files, with every sample to read
 """
 
 _EXAMPLES = """\
@@ -72,16 +73,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_EXAMPLES.format(prog="dynamo-megatron train"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="dynamo-megatron [-h] [--version] {train,config,convert} ...",
+        usage="dynamo-megatron [-h] [--version] {train,config,convert,eval} ...",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("command", choices=("train", "config", "convert"), help=argparse.SUPPRESS)
+    commands = ("train", "config", "convert", "eval")
+    parser.add_argument("command", choices=commands, help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.command == "config":
         return _print_config(arguments.rest)
     if arguments.command == "convert":
         from dynamo_megatron.convert import command
+
+        return command.main(arguments.rest)
+    if arguments.command == "eval":
+        from dynamo_megatron.evaluate import command
 
         return command.main(arguments.rest)
     config_from_arguments(arguments.rest, prog="dynamo-megatron train")

@@ -52,7 +52,7 @@ class RolloutEngine(Protocol):
         sizes: GroupSizes,
         *,
         step: int,
-        temperature: float,
+        temperature: float | None,
         seed: int,
     ) -> list[Rollout]:
         """Return ``sizes.budget`` rollouts, grouped by prompt, in prompt order, k ascending.
@@ -61,7 +61,8 @@ class RolloutEngine(Protocol):
             prompts: the prompts, in the order of ``sizes.prompt_ids``.
             sizes: rollouts for each.
             step: enters each rollout's seed.
-            temperature: of the sampled policy softmax(logits / temperature).
+            temperature: of the sampled policy softmax(logits / temperature); None takes the most
+                likely token each time.
             seed: the run's seed; a rollout's own is a function of (seed, step, prompt id, k).
 
         Raises:

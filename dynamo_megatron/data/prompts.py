@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dynamo_megatron.data.problems import DataError, Problem
 from dynamo_megatron.types import Prompt
@@ -94,7 +94,7 @@ def _encode_chat(
         for problem in problems
     ]
     # The default of transformers 5 is a dictionary; its length is its number of keys.
-    encoded = tokenizer.apply_chat_template(
+    encoded: Any = tokenizer.apply_chat_template(
         conversations, add_generation_prompt=True, tokenize=True, return_dict=True
     )
     return encoded["input_ids"]

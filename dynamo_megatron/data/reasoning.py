@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dynamo_megatron.data.problems import DataError
 
@@ -37,7 +37,7 @@ def reasoning_problems(task: str, num_problems: int, *, seed: int) -> Iterator[R
         ) from error
     try:
         entries = reasoning_gym.create_dataset(task, seed=seed, size=num_problems)
-        score = reasoning_gym.get_score_answer_fn(task)
+        score: Any = reasoning_gym.get_score_answer_fn(task)
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"reasoning-gym cannot make the task {task!r}: {error}. Choose another task."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import torch
 
 from dynamo_megatron.algo.passk import mean_pass_at_1
+from dynamo_megatron.evaluate.samples import samples_of
+from dynamo_megatron.evaluate.summary import tallies
 from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup
 
 SAMPLING_STEP = 0
@@ -57,12 +58,16 @@ def equal_sizes(prompts: Sequence[Prompt], samples: int) -> GroupSizes:
 
 
 def heldout_result(groups: Sequence[RolloutGroup], *, step: int, threshold: float) -> HeldoutResult:
-    """Summarise scored samples; problems without a verified sample are left out."""
-    verdicts = [v for group in groups for v in group.verdicts]
-    valid = [v for v in verdicts if v.valid]
-    counts = [[v.reward >= threshold for v in group.verdicts if v.valid] for group in groups]
-    counts = [passed for passed in counts if passed]
-    if not counts:
+    """Summarise scored samples; problems without a verified sample are left out.
+
+    The interval is Wilson's and not a bootstrap: in a run's first evaluations nothing may be
+    solved, and an interval of no width at zero would claim too much.
+    """
+    samples = samples_of(groups)
+    counted = tallies(samples, right_from=threshold)
+    verified = [tally for tally in counted if tally.valid]
+    failures = sum(tally.failed for tally in counted)
+    if not verified:
         return HeldoutResult(
             step=step,
             num_problems=0,
@@ -70,38 +75,26 @@ def heldout_result(groups: Sequence[RolloutGroup], *, step: int, threshold: floa
             low=0.0,
             high=1.0,
             format_rate=0.0,
-            failures=len(verdicts),
+            failures=failures,
         )
     interval = mean_pass_at_1(
-        torch.tensor([sum(passed) for passed in counts]),
-        torch.tensor([len(passed) for passed in counts]),
+        torch.tensor([tally.right for tally in verified]),
+        torch.tensor([tally.valid for tally in verified]),
     )
+    formatted = sum(s.formatted for s in samples if s.outcome(threshold) != "error")
     return HeldoutResult(
         step=step,
-        num_problems=len(counts),
+        num_problems=len(verified),
         pass_at_1=interval.mean,
         low=interval.low,
         high=interval.high,
-        format_rate=sum(v.formatted for v in valid) / len(valid),
-        failures=len(verdicts) - len(valid),
+        format_rate=formatted / sum(tally.valid for tally in verified),
+        failures=failures,
     )
 
 
 def write_samples(path: Path, groups: Sequence[RolloutGroup]) -> None:
-    """Every sample with its verdict as JSON lines, for reading."""
+    """Every sample with its verdict as JSON lines, like those of ``dynamo-megatron eval``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as lines:
-        for group in groups:
-            for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
-                row = {
-                    "id": group.prompt.id,
-                    "source": group.prompt.source,
-                    "problem": group.prompt.text,
-                    "answer": group.prompt.answer,
-                    "response": rollout.text,
-                    "extracted": verdict.extracted,
-                    "status": verdict.status,
-                    "reward": verdict.reward,
-                    "finish_reason": rollout.finish_reason,
-                }
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        lines.writelines(sample.line() for sample in samples_of(groups))

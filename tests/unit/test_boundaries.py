@@ -40,7 +40,16 @@ LAYERS = {
     "rollout": {"protocols"},
     "actor": {"algo", "batching", "hf", "kernels", "parallel"},
     "checkpoint": {"hf", "parallel"},
-    "evaluate": {"algo", "batching"},
+    "evaluate": {
+        "algo",
+        "assets",
+        "config",
+        "data",
+        "observe",
+        "protocols",
+        "reward",
+        "rollout",
+    },
     "stages": {"algo", "batching", "config", "evaluate", "parallel", "protocols"},
 }
 

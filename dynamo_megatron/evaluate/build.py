@@ -1,0 +1,176 @@
+"""Builds the parts of an evaluation, without Megatron-Core: engine, verifier, problems."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dynamo_megatron.config import ArithmeticSource, FileSource, ReasoningGymSource, Source
+from dynamo_megatron.data.files import kind_of
+from dynamo_megatron.data.problems import DataError, Problem
+from dynamo_megatron.data.prompts import tokenize_prompts
+from dynamo_megatron.data.sources import load_problems
+from dynamo_megatron.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from dynamo_megatron.protocols import RolloutEngine
+from dynamo_megatron.reward.pool import VERIFIERS, RewardPool
+from dynamo_megatron.rollout.hf_engine import HfEngine
+from dynamo_megatron.types import Prompt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is built from.
+
+    Attributes:
+        model_dir: Hugging Face folder.
+        max_tokens: longest response.
+        batch_size: sequences decoded together.
+        dtype: name of the weights' type.
+    """
+
+    model_dir: Path
+    max_tokens: int
+    batch_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationProblems:
+    """The problems of an evaluation as prompts.
+
+    Attributes:
+        prompts: tokenised.
+        labels: the data sets' own names of problems, by prompt id.
+        duplicates: records left out as repetitions.
+        dropped: problems left out as too long.
+    """
+
+    prompts: tuple[Prompt, ...]
+    labels: Mapping[str, str]
+    duplicates: int
+    dropped: int
+
+
+def build_engine(name: str, spec: EngineSpec) -> RolloutEngine:
+    """The engine of this name with the folder's weights.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"there is no engine {name!r}; there is {', '.join(ENGINES)}.")
+    return ENGINES[name](spec)
+
+
+def _hf_engine(spec: EngineSpec) -> RolloutEngine:
+    tokenizer = load_tokenizer(spec.model_dir)
+    stops = stop_token_ids(tokenizer, spec.model_dir)
+    return HfEngine(
+        spec.model_dir,
+        max_tokens=spec.max_tokens,
+        batch_size=spec.batch_size,
+        stop_token_ids=stops,
+        pad_token_id=pad_token_id(tokenizer, stops),
+        dtype=DTYPES[spec.dtype],
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        version=0,
+    )
+
+
+ENGINES: Mapping[str, Callable[[EngineSpec], RolloutEngine]] = {"hf": _hf_engine}
+"""Engines by name; each gives the weights of the folder as version 0."""
+
+
+def build_reward(verifier: str, *, workers: int, timeout_s: float) -> RewardPool:
+    """Worker processes with a built-in verifier, or the user's ``module:function``."""
+    return RewardPool(VERIFIERS.get(verifier, verifier), workers=workers, timeout_s=timeout_s)
+
+
+def load_evaluation_problems(
+    data: Sequence[str],
+    model_dir: Path,
+    *,
+    template: str,
+    max_prompt_tokens: int,
+    instruction: str,
+    limit: int | None,
+) -> EvaluationProblems:
+    """Read the problems.
+
+    Args:
+        data: files, folders, ``arithmetic:COUNT`` or ``reasoning_gym:TASK:COUNT``.
+        model_dir: for its tokenizer.
+        template: ``chat`` or ``raw``.
+        max_prompt_tokens: longer prompts are left out and counted.
+        instruction: put under every problem, or "".
+        limit: take the first so many problems of each item of ``data``, after duplicates.
+
+    Raises:
+        DataError: a file cannot be used.
+    """
+    problems: dict[str, Problem] = {}
+    duplicates = 0
+    for item in data:
+        loaded = load_problems([source_of(item)])
+        duplicates += loaded.duplicates
+        for problem in loaded.problems[:limit]:
+            text = f"{problem.text}\n\n{instruction}" if instruction else problem.text
+            asked = replace(problem, text=text)
+            duplicates += asked.id in problems
+            problems[asked.id] = asked
+    tokenized = tokenize_prompts(
+        list(problems.values()),
+        load_tokenizer(model_dir),
+        template="raw" if template == "raw" else "chat",
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    return EvaluationProblems(
+        prompts=tokenized.prompts,
+        labels={problem_id: problem.label for problem_id, problem in problems.items()},
+        duplicates=duplicates,
+        dropped=tokenized.dropped_overlong,
+    )
+
+
+def source_of(item: str) -> Source:
+    """The source that an item of ``--data`` names.
+
+    Raises:
+        DataError: it names none.
+    """
+    kind, _, rest = item.partition(":")
+    if kind == "arithmetic":
+        return ArithmeticSource(kind=kind, num_problems=_count(rest, item), split="heldout")
+    if kind == "reasoning_gym":
+        task, _, number = rest.partition(":")
+        return ReasoningGymSource(kind=kind, task=task, num_problems=_count(number, item))
+    path = Path(item).expanduser()
+    if not path.exists():
+        raise DataError(f"{path} does not exist (seen from {Path.cwd()}). Correct --data.")
+    return FileSource(kind=kind_of(path), path=str(path))
+
+
+def _count(text: str, item: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise DataError(
+        f"--data {item}: the number of problems is missing. Write arithmetic:200 or "
+        "reasoning_gym:chain_sum:200."
+    )
+
+
+def weights_fingerprint(model_dir: Path) -> str:
+    """Tells two states of a model folder apart, without reading gigabytes."""
+    files = sorted(p for p in model_dir.iterdir() if p.suffix in (".safetensors", ".json"))
+    facts = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

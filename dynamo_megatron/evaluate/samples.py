@@ -1,0 +1,190 @@
+"""Evaluated samples: one generation with its verdict, and the JSON lines that hold them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from dynamo_megatron.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Verdict,
+    VerdictStatus,
+)
+
+Outcome = Literal["right", "wrong", "error"]
+
+RIGHT_FROM = 0.5
+"""Reward from which a sample is right, unless a run says otherwise."""
+
+
+class SamplesError(ValueError):
+    """The samples in a folder cannot be used or added to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One generation with its verdict; a line of ``samples.jsonl``.
+
+    Attributes:
+        id: prompt id.
+        k: number within the prompt's samples, from 0.
+        source: data source.
+        label: the data set's own name for the problem, or "".
+        problem: what was asked.
+        answer: reference answer.
+        response: what the model wrote.
+        extracted: the answer the verifier found, or "".
+        formatted: it stood in the expected format.
+        reward: 0.0 where the verification failed.
+        status: how the verification ended.
+        message: its failure, or "".
+        finish_reason: why the model stopped.
+        num_tokens: length of the response.
+        seed: what it was sampled with.
+    """
+
+    id: str
+    k: int
+    source: str
+    label: str = ""
+    problem: str
+    answer: str
+    response: str
+    extracted: str
+    formatted: bool
+    reward: float
+    status: VerdictStatus
+    message: str
+    finish_reason: FinishReason
+    num_tokens: int
+    seed: int
+
+    @property
+    def truncated(self) -> bool:
+        """The token limit cut the response."""
+        return self.finish_reason is FinishReason.LENGTH
+
+    def outcome(self, right_from: float = RIGHT_FROM) -> Outcome:
+        """Right, wrong, or not verified."""
+        if self.status is not VerdictStatus.OK:
+            return "error"
+        return "right" if self.reward >= right_from else "wrong"
+
+    def line(self) -> str:
+        """As JSON; a lone surrogate, which UTF-8 has no bytes for, as its escape."""
+        text = json.dumps(asdict(self), ensure_ascii=False)
+        return text.encode("utf-8", "backslashreplace").decode() + "\n"
+
+
+def sample_of(prompt: Prompt, rollout: Rollout, verdict: Verdict, *, label: str = "") -> Sample:
+    """The sample that a rollout and its verdict make."""
+    return Sample(
+        id=prompt.id,
+        k=rollout.index,
+        source=prompt.source,
+        label=label,
+        problem=prompt.text,
+        answer=prompt.answer,
+        response=rollout.text,
+        extracted=verdict.extracted,
+        formatted=verdict.formatted,
+        reward=verdict.reward,
+        status=verdict.status,
+        message=verdict.message,
+        finish_reason=rollout.finish_reason,
+        num_tokens=len(rollout.token_ids),
+        seed=rollout.seed,
+    )
+
+
+def samples_of(groups: Sequence[RolloutGroup]) -> list[Sample]:
+    """All samples of scored groups."""
+    return [
+        sample_of(group.prompt, rollout, verdict)
+        for group in groups
+        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
+    ]
+
+
+class SampleFile:
+    """JSON lines that samples are appended to as they come.
+
+    A line that an interrupted run left incomplete is cut off; everything before it is kept.
+
+    Args:
+        path: the file; made when it is not there.
+
+    Raises:
+        SamplesError: a line before the last is no sample.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("ab")
+        complete = _complete_bytes(path)
+        if self._file.tell() > complete:
+            self._file.truncate(complete)
+
+    def read(self) -> Iterator[Sample]:
+        """The samples written so far, each (id, k) once."""
+        seen: set[tuple[str, int]] = set()
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                sample = _parse(line, f"{self._path}, line {number}")
+                if (sample.id, sample.k) not in seen:
+                    seen.add((sample.id, sample.k))
+                    yield sample
+
+    def append(self, samples: Iterable[Sample]) -> None:
+        """Write samples; they survive the end of this process."""
+        self._file.write("".join(sample.line() for sample in samples).encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write through to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> SampleFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _complete_bytes(path: Path) -> int:
+    """Bytes up to the last end of line."""
+    size, block = path.stat().st_size, 1 << 16
+    with path.open("rb") as file:
+        while size:
+            start = max(0, size - block)
+            file.seek(start)
+            end = file.read(size - start).rfind(b"\n")
+            if end >= 0:
+                return start + end + 1
+            size = start
+    return 0
+
+
+def _parse(line: bytes, where: str) -> Sample:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        if set(values) != {field.name for field in fields(Sample)}:
+            raise ValueError(f"its keys are {sorted(values)}")
+        values["status"] = VerdictStatus(values["status"])
+        values["finish_reason"] = FinishReason(values["finish_reason"])
+        return Sample(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SamplesError(
+            f"{where} is no sample of an evaluation: {error}. Choose another --out, or remove the "
+            "file to start again."
+        ) from error
