@@ -69,13 +69,14 @@ def results_table(summaries: Sequence[Summary]) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
         header_style="bold",
+        pad_edge=False,
         caption="n problems; second line: 95 % bootstrap interval over problems",
         caption_justify="left",
     )
-    table.add_column("source", overflow="fold", min_width=12)
+    table.add_column("source", overflow="fold", min_width=10)
     names = ["n", "pass@1", *([f"pass@{most}"] if most > 1 else []), f"maj@{most}"]
     for name in (*names, "tokens", "cut", "errors"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for s in summaries:
         if s.source == ALL:
             table.add_section()

@@ -9,12 +9,7 @@
     [s.problem, s.response, s.answer, s.extracted, s.label, s.id].join("\n").toLowerCase());
   let page = 0;
 
-  for (const name of [...new Set(samples.map((s) => s.source))]) {
-    const option = document.createElement("option");
-    option.value = name;
-    option.textContent = name;
-    source.append(option);
-  }
+  const sources = [...new Set(samples.map((s) => s.source))];
 
   // Control, direction and invisible characters and lone surrogates are spelt out: what is read is
   // what was written.
@@ -27,6 +22,12 @@
     node.textContent = String(text).replace(HIDDEN, spelt);
     return node;
   }
+
+  sources.forEach((name, place) => {
+    const option = element("option", "", name);
+    option.value = place;
+    source.append(option);
+  });
 
   function card(s) {
     const node = element("article", s.outcome, "");
@@ -45,7 +46,7 @@
   function show() {
     const outcome = document.querySelector("input[name=outcome]:checked").value;
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const fits = (s, i) => (!source.value || s.source === source.value)
+    const fits = (s, i) => (!source.value || s.source === sources[source.value])
       && (!byId("truncated").checked || s.truncated)
       && words.every((word) => haystack[i].includes(word));
     const found = samples.filter(fits);

@@ -1,0 +1,84 @@
+"""What --data, --engine and MODEL may name."""
+
+import json
+
+import pytest
+
+from dynamo_megatron.assets import TINY_POLICY, model_folder
+from dynamo_megatron.config import ArithmeticSource, FileSource, ReasoningGymSource
+from dynamo_megatron.data.problems import DataError
+from dynamo_megatron.evaluate.build import (
+    EngineSpec,
+    build_engine,
+    load_evaluation_problems,
+    source_of,
+    weights_fingerprint,
+)
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in records))
+    return str(path)
+
+
+def load(data, **options):
+    defaults = {"template": "chat", "max_prompt_tokens": 64, "instruction": "", "limit": None}
+    return load_evaluation_problems(data, TINY_POLICY, **{**defaults, **options})
+
+
+def test_data_is_a_file_a_folder_or_a_generator(tmp_path):
+    path = write(tmp_path / "x.jsonl", [("Compute 1+1", "2")])
+    assert source_of(path) == FileSource(kind="jsonl", path=path)
+    arithmetic = ArithmeticSource(kind="arithmetic", num_problems=7, split="heldout")
+    assert source_of("arithmetic:7") == arithmetic
+    generated = ReasoningGymSource(kind="reasoning_gym", task="chain_sum", num_problems=5)
+    assert source_of("reasoning_gym:chain_sum:5") == generated
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("nowhere.jsonl", "does not exist"),
+        ("arithmetic", "does not exist|number of problems is missing"),
+        ("arithmetic:0", "number of problems is missing"),
+        ("arithmetic:many", "number of problems is missing"),
+        ("reasoning_gym:chain_sum", "number of problems is missing"),
+    ],
+)
+def test_other_data_is_refused(item, words):
+    with pytest.raises(DataError, match=words):
+        source_of(item)
+
+
+def test_duplicates_are_counted_within_and_over_items(tmp_path):
+    first = write(tmp_path / "a.jsonl", [("Compute 1+1", "2"), ("Compute 1+1", "2")])
+    problems = load([first, first])
+    assert [p.text for p in problems.prompts] == ["Compute 1+1"]
+    assert problems.duplicates == 3
+
+
+def test_a_limit_is_for_each_item_and_an_instruction_stands_under_every_problem(tmp_path):
+    records = [(f"Compute {k}+1", str(k + 1)) for k in range(5)]
+    data = [write(tmp_path / f"{name}.jsonl", records) for name in "ab"]
+    problems = load(data, limit=2, instruction="Answer: ?")
+    assert [(p.source, p.text) for p in problems.prompts] == [
+        (source, f"Compute {k}+1\n\nAnswer: ?") for source in "ab" for k in range(2)
+    ]
+
+
+def test_engines_and_models_that_are_not_there_are_named():
+    spec = EngineSpec(model_dir=TINY_POLICY, max_tokens=4, batch_size=2, dtype="float32")
+    with pytest.raises(ValueError, match="no engine 'vlm'; there is hf"):
+        build_engine("vlm", spec)
+    with pytest.raises(ValueError, match="the built-in models are builtin:tiny"):
+        model_folder("builtin:large")
+
+
+def test_changed_weights_have_another_fingerprint(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    before = weights_fingerprint(tmp_path)
+    assert weights_fingerprint(tmp_path) == before
+    (tmp_path / "notes.txt").write_text("x")
+    assert weights_fingerprint(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    assert weights_fingerprint(tmp_path) != before

@@ -1,0 +1,68 @@
+"""What is left for people to look at."""
+
+import json
+from io import StringIO
+
+from rich.console import Console
+
+from dynamo_megatron.evaluate.plots import draw
+from dynamo_megatron.evaluate.report import results_table, write_report
+from dynamo_megatron.evaluate.summary import summarise
+
+from .builders import problem
+
+
+def table(summaries, width=80) -> str:
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(results_table(summaries))
+    return console.export_text()
+
+
+def test_the_table_fits_a_terminal_and_takes_names_as_text():
+    samples = [
+        *problem("rrww", id="a", source="[red]aime[/red]"),
+        *problem("rwwe", id="b", source="b"),
+    ]
+    text = table(summarise(samples))
+    assert "[red]aime" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for cell in ("50.0%", "33.3%", "41.7%", "pass@4", "maj@4", "errors"):
+        assert cell in text
+    assert "\u2026" not in text  # nothing was cut
+
+
+def test_the_summary_file_holds_every_figure(tmp_path):
+    samples = problem("rw", id="a")
+    summaries = summarise(samples)
+    write_report(
+        tmp_path,
+        title="m",
+        settings={"seed": 0},
+        facts={"duplicates_removed": 3},
+        summaries=summaries,
+        samples=samples,
+    )
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert record["duplicates_removed"] == 3
+    (result,) = record["results"]
+    assert result["pass_at_1"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
+    assert result["pass_at_k"]["2"]["mean"] == 1.0
+    assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {
+        "summary.json",
+        "index.html",
+        "accuracy.png",
+        "pass_at_k.png",
+        "lengths.png",
+    }
+
+
+def test_pictures_are_drawn_of_whatever_there_is(tmp_path):
+    for number, samples in enumerate(
+        [
+            problem("e", id="a"),
+            problem("r", id="a", source="a $ and _ and a name that is far too long for an axis"),
+            [*problem("rr", id="a", source="x"), *problem("eee", id="b", source="y")],
+        ]
+    ):
+        written = draw(summarise(samples), samples, tmp_path / str(number))
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
