@@ -44,7 +44,7 @@ from dynamo_megatron.checkpoint.trusted import METADATA
 from dynamo_megatron.convert.errors import ConversionError
 from dynamo_megatron.hf.architecture import Architecture
 
-FILE_BYTES = 1 << 30
+FILE_BYTES = 256 << 20
 """Size from which a new file is begun, so that several ranks have files to read and to hash."""
 
 
