@@ -1,0 +1,161 @@
+"""``dynamo-megatron eval`` from its arguments to the files it leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dynamo_megatron.cli import main
+
+SMALL = ["--data", "arithmetic:5", "--max-tokens", "40", "--batch-size", "8"]
+
+
+def evaluate(out, *options: str) -> int:
+    return main(["eval", "builtin:tiny", *SMALL, "--out", str(out), *options])
+
+
+def lines(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
+def result(out) -> dict:
+    return json.loads((out / "summary.json").read_text())["results"][-1]
+
+
+def test_an_evaluation_leaves_samples_figures_pictures_and_a_page(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert evaluate(out, "--samples", "4", "--seed", "3") == 0
+    assert {path.name for path in out.iterdir()} == {
+        "samples.jsonl",
+        "settings.json",
+        "summary.json",
+        "index.html",
+        "plots",
+    }
+    rows = lines(out)
+    assert len(rows) == 20
+    right = sum(row["reward"] for row in rows)
+    assert result(out)["pass_at_1"]["mean"] == pytest.approx(right / 20)
+    printed = capsys.readouterr().out
+    assert "pass@4" in printed and str(out / "index.html") in printed
+
+
+def test_the_same_command_repeats_itself_and_goes_on_from_what_is_there(tmp_path):
+    assert evaluate(tmp_path / "a", "--samples", "2") == 0
+    assert evaluate(tmp_path / "b", "--samples", "2") == 0
+    assert lines(tmp_path / "a") == lines(tmp_path / "b")
+    before = (tmp_path / "a" / "samples.jsonl").read_bytes()
+    assert evaluate(tmp_path / "a", "--samples", "2") == 0
+    assert (tmp_path / "a" / "samples.jsonl").read_bytes() == before
+    assert evaluate(tmp_path / "a", "--samples", "3") == 0
+    assert (tmp_path / "a" / "samples.jsonl").read_bytes().startswith(before)
+    assert result(tmp_path / "a")["num_samples"] == 15
+
+
+def test_greedy_decoding_takes_one_sample_whatever_the_seed(tmp_path):
+    assert evaluate(tmp_path / "a", "--greedy") == 0
+    assert evaluate(tmp_path / "b", "--greedy", "--seed", "9") == 0
+    assert [row["response"] for row in lines(tmp_path / "a")] == [
+        row["response"] for row in lines(tmp_path / "b")
+    ]
+
+
+def test_a_verifier_that_fails_is_counted_apart_from_wrong_answers(tmp_path):
+    verifier = "tests.unit.reward.verifiers:behave"  # raises on what is no action
+    assert evaluate(tmp_path, "--verifier", verifier) == 0
+    summary = result(tmp_path)
+    assert (summary["errors"], summary["num_problems"]) == (5, 0)
+    assert summary["pass_at_1"] is None
+    assert {row["status"] for row in lines(tmp_path)} == {"error"}
+
+
+def test_several_sources_have_a_row_each(tmp_path):
+    for name, answer in (("easy", "2"), ("wrong", "77777")):
+        record = {"problem": "Compute 1+1+0", "answer": answer}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    data = [str(tmp_path / "easy.jsonl"), str(tmp_path / "wrong.jsonl")]
+    out = tmp_path / "out"
+    command = ["eval", "builtin:tiny", "--data", *data, "--max-tokens", "40", "--out", str(out)]
+    assert main(command) == 0
+    results = json.loads((out / "summary.json").read_text())["results"]
+    assert [row["source"] for row in results] == ["easy", "wrong", "all"]
+    assert results[1]["pass_at_1"]["mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data", "nowhere.json"], "nowhere.json does not exist"),
+        (["--verifier", "nonsense"], "not of the form module:function"),
+        (["--engine", "vlm"], "no engine 'vlm'"),
+        (["--max-prompt-tokens", "1"], "longer than"),
+        (["--template", "raw", "--append", "x", "--data", "README.txt"], "README.txt does not"),
+    ],
+)
+def test_what_cannot_be_used_is_one_message_and_exit_code_2(tmp_path, capsys, options, words):
+    assert evaluate(tmp_path / "out", *options) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "gone"), *SMALL]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["eval", "builtin:huge", *SMALL]) == 2
+    assert "built-in models are builtin:tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--samples", "0"],
+        ["--temperature", "0"],
+        ["--temperature", "nan"],
+        ["--seed", "-1"],
+        ["--greedy", "--samples", "4"],
+        ["--sample", "4"],
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path, options):
+    with pytest.raises(SystemExit) as caught:
+        evaluate(tmp_path, *options)
+    assert caught.value.code == 2
+
+
+def test_other_settings_do_not_mix_with_the_samples_of_a_folder(tmp_path, capsys):
+    assert evaluate(tmp_path) == 0
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    assert evaluate(tmp_path, "--temperature", "0.5") == 2
+    assert "temperature was 1.0, is 0.5" in capsys.readouterr().err
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_ends_with_the_samples_of_an_uninterrupted_one(tmp_path):
+    options = ["--data", "arithmetic:40", "--samples", "4", "--max-tokens", "40"]
+    options += ["--batch-size", "4"]
+    assert main(["eval", "builtin:tiny", *options, "--out", str(tmp_path / "whole")]) == 0
+    out = tmp_path / "cut"
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from dynamo_megatron.cli import main; sys.exit(main(sys.argv[1:]))",
+        *["eval", "builtin:tiny", *options, "--out", str(out)],
+    ]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        if (out / "samples.jsonl").exists() and (out / "samples.jsonl").stat().st_size > 4000:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert main(["eval", "builtin:tiny", *options, "--out", str(out)]) == 0
+    assert sorted(map(str, lines(out))) == sorted(map(str, lines(tmp_path / "whole")))
+    assert result(out) == result(tmp_path / "whole")
