@@ -18,10 +18,24 @@ from typing import Any
 from dynamo_megatron.reward.extraction import extract_answer, strip_markup
 from dynamo_megatron.reward.verification import Verification
 
+# Here and not on first use: a worker's start has a long time limit, a verification a short one.
+try:
+    from math_verify import LatexExtractionConfig, parse, verify
+except ImportError as error:
+    raise ImportError(
+        "the math verifier needs math-verify, which is not installed: "
+        "pip install 'dynamo-megatron[math]'"
+    ) from error
+
 _NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?")
 _BASED = re.compile(r"([0-9A-Z]++)_\{?([0-9]++)\}?")
 _WORDS = re.compile(
     r"(?:\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}|([A-Za-z]+(?:[' .-][A-Za-z]+)*+\.?))"
+)
+_UNIT = re.compile(
+    r"(?<=[0-9])\s*(?:dollars?|cents?|euros?|pounds?|degrees?|seconds?|minutes?|hours?|days?|weeks?"
+    r"|months?|years?|miles?|feet|foot|inch(?:es)?|yards?|met(?:er|re)s?|grams?|units?|people"
+    r"|(?:k|c|m)?m|k?g|mph)\Z"
 )
 _WORD_LETTERS = 4
 _SPACING = re.compile(r"\\[!,;:> ]|\\left(?![a-z])|\\right(?![a-z])|[\s~]")
@@ -62,6 +76,8 @@ def answers_agree(found: str, answer: str) -> bool:
     found = strip_markup(found)
     if _plain(found) == _plain(reference):
         return True
+    # A word after a number would be read as a product of letters.
+    found = _UNIT.sub("", found)
     numbers = _number(found), _number(reference)
     if None not in numbers:
         return numbers[0] == numbers[1]
@@ -75,9 +91,7 @@ def answers_agree(found: str, answer: str) -> bool:
         return _words(found, min_letters=1) == words
     gold = _parse(reference)
     target = _parse(found) if gold else []
-    return bool(target) and bool(
-        _math_verify().verify(gold, target, timeout_seconds=None, raise_on_error=False)
-    )
+    return bool(target) and bool(verify(gold, target, timeout_seconds=None, raise_on_error=False))
 
 
 def _plain(text: str) -> str:
@@ -113,26 +127,16 @@ def _words(text: str, *, min_letters: int) -> str | None:
 
 def _parse(text: str) -> list[Any]:
     """The text as one expression; empty where math-verify cannot read it."""
-    package = _math_verify()
-    config = package.LatexExtractionConfig(boxed_match_priority=0)
-    return package.parse(
+    _silence()
+    return parse(
         f"\\boxed{{{text}}}",
-        extraction_config=[config],
+        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )
 
 
 @lru_cache(maxsize=1)
-def _math_verify() -> Any:
-    """math-verify, imported on first use: a second, and only in a worker."""
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ImportError(
-            "reward.kind=math needs math-verify, which is not installed: "
-            "pip install 'dynamo-megatron[math]'"
-        ) from error
+def _silence() -> None:
     # It warns that its time limits are off; they are the pool's work.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify

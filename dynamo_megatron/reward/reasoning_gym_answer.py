@@ -15,6 +15,15 @@ from typing import Any
 from dynamo_megatron.reward.extraction import extract_answer
 from dynamo_megatron.reward.verification import Verification
 
+# Here and not on first use: a worker's start has a long time limit, a verification a short one.
+try:
+    import reasoning_gym
+except ImportError as error:
+    raise ImportError(
+        "the reasoning_gym verifier needs reasoning-gym, which is not installed: "
+        "pip install 'dynamo-megatron[reasoning-gym]'"
+    ) from error
+
 FULL_SCORE = 1.0
 
 _TAGGED = re.compile(r"<answer>((?:[^<]|<(?!/?answer>))*+)</answer>")
@@ -67,11 +76,4 @@ def read_entry(answer: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=128)
 def _scorer(task: str) -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ImportError(
-            "reward.kind=reasoning_gym needs reasoning-gym, which is not installed: "
-            "pip install 'dynamo-megatron[reasoning-gym]'"
-        ) from error
     return reasoning_gym.get_score_answer_fn(task)

@@ -238,7 +238,10 @@ def test_a_key_of_another_kind_of_source_says_so(good: Path):
         ('model.recompute="yes"', ["Write true or false, without quotes."]),
         (
             "data.train.0.kind=foo",
-            ["got 'foo' (text), wanted: arithmetic | reasoning_gym | jsonl | json | parquet | arrow."],
+            [
+                "got 'foo' (text), wanted: "
+                "arithmetic | reasoning_gym | jsonl | json | parquet | arrow."
+            ],
         ),
         ("data.train.0=5", ["got 5 (an integer), wanted: a section."]),
         ("data.train=[]", ["got [] (a list), wanted: list of sections at least 1 long."]),

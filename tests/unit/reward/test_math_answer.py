@@ -1,5 +1,8 @@
 """Mathematical answers: what is equal, and what only looks like it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from dynamo_megatron.reward.math_answer import answers_agree, check_reference, verify_math
@@ -36,6 +39,10 @@ from .test_pool import item
         ("EVEN", r"\text{even}"),
         ("52", "52_8"),
         ("52_{8}", "52_8"),
+        ("18 dollars", "18"),
+        (r"18\text{ dollars}", "18"),
+        ("3.5 km", "3.5"),
+        ("17 = 18", "18"),  # the last side of an equation is its result
         (r"\$32,348", r"\$32,\!348"),
         (r"[2, \infty)", r"[2,\infty)"),
         (r"\begin{pmatrix} 1 \\ 2/4 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 1/2 \end{pmatrix}"),
@@ -51,6 +58,12 @@ def test_equal_answers_agree_however_they_are_written(found, reference):
         ("142.1", "142"),
         ("142.0000001", "142"),
         ("12 or 13", "12"),
+        ("18 million", "18"),
+        ("18 dollars or 19", "18"),
+        (r"17 \le x \le 19", "18"),
+        (r"\{17, 18\}", "18"),
+        (r"\pm 18", "18"),
+        (r"\frac{1799999999999}{100000000000}", "18"),
         ("12, 13", "12"),
         ("-12", "12"),
         ("0.3333333", "0.33333333"),
@@ -93,6 +106,14 @@ def test_the_pool_names_the_references_that_are_compared_as_text(caplog):
         assert pool.check(prompts) == (prompts[2],)
     assert "1 of 3 reference answers cannot be read as mathematics" in caplog.text
     assert "test/p" in caplog.text
+
+
+def test_without_math_verify_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['math_verify'] = None; import dynamo_megatron.reward.math_answer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'dynamo-megatron[math]'" in done.stderr
 
 
 def test_a_comparison_without_end_is_a_time_out_and_not_a_wrong_answer():
