@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from torch.distributed import ProcessGroup
@@ -19,13 +20,21 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._requested = False
+        self._notify: Callable[[], None] | None = None
 
-    def install(self) -> None:
-        """Take over SIGTERM of this process."""
+    def install(self, on_signal: Callable[[], None]) -> None:
+        """Take over SIGTERM of this process.
+
+        Args:
+            on_signal: called in the handler as well; must only set values.
+        """
+        self._notify = on_signal
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._requested = True
+        if self._notify is not None:
+            self._notify()
 
     def check(self, group: ProcessGroup) -> None:
         """Stop together.

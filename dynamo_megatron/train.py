@@ -28,13 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     config = config_from_arguments(argv)
     # Torch and Megatron-Core take seconds to import; a typo is answered before that.
-    from dynamo_megatron.observe.logging import setup_logging
     from dynamo_megatron.parallel.errors import PeerError
 
     rank = int(os.environ.get("RANK", "0"))
     run_dir = Path(config.run.dir)
     try:
-        setup_logging(rank, run_dir)
+        _open_run_dir(rank, run_dir)
         run(config)
     except PeerError as error:
         logger.error("rank %d stops: %s", rank, error)
@@ -49,6 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _open_run_dir(rank: int, run_dir: Path) -> None:
+    from dynamo_megatron.observe.logging import setup_logging
+
+    try:
+        setup_logging(rank, run_dir)
+    except OSError as error:
+        setup_logging(rank)  # without the file, so that this can be said
+        raise OSError(
+            f"run.dir={run_dir} cannot be written ({error.strerror}): everything the run leaves "
+            "goes there. Set run.dir to a folder that you may write to."
+        ) from None
+
+
 def run(config: Config) -> None:
     """Train as configured. Collective: every rank of the launch calls it."""
     import megatron_patches
@@ -56,6 +68,7 @@ def run(config: Config) -> None:
     megatron_patches.apply()
     import torch
     import torch.distributed as dist
+    from transformers.utils import logging as hf_logging
 
     from dynamo_megatron.actor.topology import check_layout, init_torch_distributed
     from dynamo_megatron.parallel.control import ControlPlane
@@ -67,13 +80,14 @@ def run(config: Config) -> None:
         pipeline=parallel.pipeline,
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
+    hf_logging.disable_progress_bar()  # a bar for a second's work reads like an error in a log
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     stop = StopSignal()
-    stop.install()
     store = init_torch_distributed()
     group = dist.group.WORLD
     assert group is not None, "init_torch_distributed makes it"
     with ControlPlane(store, group=group, timeout_s=config.run.heartbeat_timeout_s) as control:
+        stop.install(control.hurry)
         _run(config, control, stop)
     dist.destroy_process_group()
 
@@ -81,7 +95,7 @@ def run(config: Config) -> None:
 def _run(config: Config, control, stop) -> None:
     from dynamo_megatron import build
     from dynamo_megatron.actor.topology import init_topology
-    from dynamo_megatron.checkpoint.export import export_hf
+    from dynamo_megatron.checkpoint.export import export_hf, set_aside
     from dynamo_megatron.load_config import to_yaml, write_resolved
     from dynamo_megatron.loop import train
     from dynamo_megatron.parallel.digest import require_agreement
@@ -116,6 +130,8 @@ def _run(config: Config, control, stop) -> None:
         state = train(parts, state, saved_step=saved_step)
     if config.checkpoint.export_hf and state.step >= config.run.num_steps:
         export = Path(config.run.dir) / "hf" / f"step_{state.step:06d}"
+        if state.step != saved_step:
+            set_aside(export, group=control.group)
         # Asked of all ranks: on a network file system they may see the folder at different times.
         if not any_rank(export.exists(), group=control.group):
             export_hf(policy, inputs.model_dir, export)

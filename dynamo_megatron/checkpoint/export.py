@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dynamo_megatron.checkpoint.errors import CheckpointError, together
 from dynamo_megatron.checkpoint.manifest import sync_folder, write_file
@@ -18,6 +20,8 @@ from dynamo_megatron.hf.mapping import hf_shapes
 from dynamo_megatron.hf.reader import WeightsError
 from dynamo_megatron.hf.writer import SHARD_BYTES, SafetensorsWriter
 from dynamo_megatron.parallel.broadcast import broadcast_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def export_hf(
@@ -131,3 +135,16 @@ def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
     for name in companion_files(source):
         write_file(folder / name, (source / name).read_bytes())
     sync_folder(folder)
+
+
+def set_aside(out: Path, *, group: ProcessGroup) -> None:
+    """Rename an export of an earlier run out of the way; nothing is deleted. Collective.
+
+    Raises:
+        CheckpointError: it could not be renamed.
+    """
+    with together(f"setting an earlier {out} aside", group):
+        if dist.get_rank(group) == 0 and out.exists():
+            aside = out.with_name(f"{out.name}.old-{secrets.token_hex(4)}")
+            out.rename(aside)
+            logger.warning("%s is of an earlier run and is now %s", out, aside)

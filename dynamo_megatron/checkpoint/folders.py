@@ -38,7 +38,7 @@ def temporary_name(step: int, token: str) -> str:
 
 
 def complete_checkpoints(directory: Path) -> tuple[list[Found], list[Path]]:
-    """Complete checkpoints, oldest first, and folders of saves that did not complete.
+    """Complete checkpoints, oldest first, and folders whose marker is missing or damaged.
 
     Only the marker decides. Folders with other names are not looked at.
     """
@@ -53,18 +53,35 @@ def complete_checkpoints(directory: Path) -> tuple[list[Found], list[Path]]:
             manifest = read_manifest(path)
         except CheckpointError as error:
             logger.warning("%s is skipped: %s", path, error)
+            incomplete.append(path)
             continue
         found.append(Found(manifest.step, manifest.saved_at, path))
     return sorted(found), incomplete
 
 
+def _is_temporary(path: Path) -> bool:
+    return ".tmp-" in path.name
+
+
 def newest_complete(directory: Path) -> Path | None:
-    """The newest complete checkpoint; half-written ones are skipped with a warning."""
+    """The newest complete checkpoint; half-written ones are skipped with a warning.
+
+    Raises:
+        CheckpointError: no checkpoint is complete, but one that was has lost its marker. To start
+            anew beside it would look like going on.
+    """
     found, incomplete = complete_checkpoints(directory)
+    damaged = [path for path in incomplete if not _is_temporary(path)]
+    if damaged and not found:
+        raise CheckpointError(
+            f"{damaged[-1]} was complete once (saves in progress have other names), but its "
+            f"{MARKER} is missing or damaged, and {directory} holds no other complete checkpoint. "
+            f"Restore {MARKER} from a copy, or move {damaged[-1]} away to start from model.path."
+        )
     for path in incomplete:
         logger.warning(
-            "%s is half written (no %s: its save was interrupted or is running) and is skipped. "
-            "The next save removes it.",
+            "%s is not complete (no readable %s: its save was interrupted or is running, or it was "
+            "damaged later) and is skipped.",
             path,
             MARKER,
         )
@@ -102,7 +119,7 @@ def prune(directory: Path, *, keep: int, written: Path) -> None:
         written: the checkpoint just completed; never removed.
     """
     found, incomplete = complete_checkpoints(directory)
-    for path in incomplete:
+    for path in filter(_is_temporary, incomplete):
         logger.info("removing %s, left by an interrupted save", path)
         _remove(path)
     later = [f.step for f in found if f.step > read_manifest(written).step]

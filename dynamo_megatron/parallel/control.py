@@ -28,6 +28,7 @@ FIRST_PHASE = "start"
 FINISHED = "finished_on_zero"
 SHORTEST_POLL_S = 0.005
 LONGEST_POLL_S = 0.25
+HURRIED_TIMEOUT_S = 10.0
 POLL_SHARE = 0.02
 """A wait is prolonged by polling by at most this share of itself."""
 
@@ -103,6 +104,14 @@ class ControlPlane:
         """Report what this rank does from now on; it is named when this rank is lost."""
         self._phase = phase
         self._heartbeat.set_phase(phase)
+
+    def hurry(self) -> None:
+        """Be quick about lost ranks: a launcher that asks to stop kills after half a minute.
+
+        torchrun sends SIGTERM to the ranks that are left when one died, and SIGKILL 30 s later. The
+        lost rank is to be named before that. Safe in a signal handler.
+        """
+        self._heartbeat.hurry(HURRIED_TIMEOUT_S)
 
     def run_on_zero(self, fn: Callable[[], bytes], phase: str) -> bytes:
         """Run ``fn`` on rank 0 alone and give its result to all ranks.

@@ -134,6 +134,10 @@ class Heartbeat:
             self._mine = replace(self._mine, phase=phase)
         self._wake.set()
 
+    def hurry(self, timeout_s: float) -> None:
+        """From now on be less patient. Only sets a number: safe in a signal handler."""
+        self._timeout_s = min(self._timeout_s, timeout_s)
+
     def farewell(self) -> None:
         """Leave in good order: no other rank will miss this one. Rank 0 leaves last.
 

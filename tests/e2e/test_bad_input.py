@@ -106,6 +106,26 @@ def test_a_truncated_checkpoint_is_refused_by_name_and_an_unfinished_one_is_pass
     assert "step_00000001: 1 steps done" in ranks.log(0)
 
 
+def test_the_only_checkpoint_damaged_is_an_error_and_no_fresh_start(tmp_path):
+    run_dir = tmp_path / "run"
+    options = {"run__num_steps": 1}
+    launch(arguments(tmp_path, run_dir, **options), 1, tmp_path / "a")
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    (run_dir / "checkpoints" / "step_00000001" / "complete.json").write_text("{")
+    options |= {"run__num_steps": 2, "run__resume": "if_present"}
+    text = refused(arguments(tmp_path, run_dir, **options), 1, tmp_path / "b")
+    assert "step_00000001" in text and "complete.json" in text
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    argv = arguments(tmp_path, tmp_path / "file" / "run")
+    assert f"run.dir={tmp_path / 'file' / 'run'} cannot be written" in refused(
+        argv, 1, tmp_path / "logs"
+    )
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run_dir = tmp_path / "run"
     launch(arguments(tmp_path, run_dir, run__num_steps=1), 1, tmp_path / "a")

@@ -67,6 +67,23 @@ def test_a_run_leaves_what_a_person_wants(tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
+def test_an_export_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path):
+    run_dir = tmp_path / "run"
+    stale = run_dir / "hf" / "step_000001"
+    stale.mkdir(parents=True)
+    (stale / "model.safetensors").write_bytes(b"old")
+    options = {"run__num_steps": 1, "checkpoint__export_hf": True}
+    launch(arguments(tmp_path, run_dir, **options), 1, tmp_path / "a")
+    assert load_file(stale / "model.safetensors")
+    (aside,) = (run_dir / "hf").glob("step_000001.old-*")
+    assert (aside / "model.safetensors").read_bytes() == b"old"
+    # a finished run that is started again does not export again
+    options["run__resume"] = "if_present"
+    written = (stale / "model.safetensors").stat().st_mtime_ns
+    launch(arguments(tmp_path, run_dir, **options), 1, tmp_path / "b")
+    assert (stale / "model.safetensors").stat().st_mtime_ns == written
+
+
 @pytest.mark.parametrize(("tensor", "world_size"), [(1, 1), (2, 2)])
 def test_killed_and_resumed_equals_uninterrupted_bitwise(tmp_path, tensor, world_size):
     options = {

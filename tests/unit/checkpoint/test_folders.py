@@ -43,7 +43,7 @@ def test_the_newest_is_the_complete_one_with_the_highest_step(tmp_path, caplog):
         str(tmp_path / "step_00000011"),
         str(tmp_path / "step_00000012.tmp-00ff"),
     ]
-    assert "half written" in caplog.text
+    assert "is not complete" in caplog.text
 
 
 def test_the_marker_decides_and_not_the_name(tmp_path):
