@@ -102,7 +102,9 @@ class MegatronLayers:
         one = replace(arch, num_layers=1, vocab_size=1)
         head = HeadSettings(temperature=1.0, vocab_size=1)
         model = build_model(one, topology, head, vocab_multiple=1).eval()
-        self._layer, self._norm = model.decoder.layers[0], model.decoder.final_layernorm
+        norm = model.decoder.final_layernorm
+        assert norm is not None, "the only stage has the final norm"
+        self._layer, self._norm = model.decoder.layers[0], norm
         self._parameters = dict(self._layer.named_parameters())
         self._rotary = model.rotary_pos_emb(int(positions_T.max()) + 1)[positions_T]
         bounds = torch.tensor([0, len(positions_T)], dtype=torch.int32)

@@ -129,7 +129,7 @@ class CheckpointWeights:
         name = info.relative_path
         if name not in self._files:
             self._files[name] = (self.folder / name).open("rb")
-        view = _Slice(self._files[name], info.offset, info.length)
+        view = io.BufferedReader(_Slice(self._files[name], info.offset, info.length))
         try:
             tensor = torch.load(view, map_location="cpu", weights_only=True)
             with zipfile.ZipFile(view) as archive:
@@ -141,7 +141,7 @@ class CheckpointWeights:
                 "damaged, or was made by something else."
             ) from None
         stored = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-        if zlib.crc32(memoryview(stored)) != record.CRC:
+        if zlib.crc32(stored.data) != record.CRC:
             raise CheckpointError(
                 f"{self.folder / name} is damaged: the CRC-32 of {key} is another than saved."
             )

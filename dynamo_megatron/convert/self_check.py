@@ -7,7 +7,7 @@ transformers as to Megatron-Core: they know nothing of the mapping's fusing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -91,7 +91,7 @@ def check_pair(
     arch: Architecture,
     *,
     written: Literal["hf", "megatron"],
-    progress: Callable[[Iterator], Iterator] = iter,
+    progress: Callable[[Iterable], Iterator] = iter,
 ) -> CheckReport:
     """Compare a Hugging Face folder with a checkpoint.
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -143,7 +144,7 @@ class CheckpointWriter:
         write_manifest(self._folder, manifest)
 
     def _metadata(self) -> Metadata:
-        described = {
+        described: dict[str, STORAGE_TYPES] = {
             key: TensorStorageMetadata(
                 properties=TensorProperties(dtype=self._dtype),
                 size=self._sizes[key],

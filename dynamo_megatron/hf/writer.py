@@ -101,7 +101,7 @@ class SafetensorsWriter:
                 "weights and configuration are of different models."
             )
         stored = tensor.detach().to("cpu", self.dtype).contiguous()
-        content = memoryview(stored.flatten().view(torch.uint8).numpy())
+        content = stored.flatten().view(torch.uint8).numpy().data
         _write_at(self._descriptors[place.file], content, place.offset)
 
     def close(self) -> None:
