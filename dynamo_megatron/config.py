@@ -39,7 +39,7 @@ class RunConfig(Section):
     """Fixes the order of the prompts and every sample."""
     resume: Literal["never", "always", "if_present"] = "never"
     """``never`` refuses a folder that already holds a checkpoint."""
-    heartbeat_timeout_s: Annotated[float, Field(ge=5.0)] = 20.0
+    heartbeat_timeout_s: Annotated[float, Field(ge=5.0)] = 15.0
     """A rank not heard of for this long ends the run with its name, within a minute."""
 
 

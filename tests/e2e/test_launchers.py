@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch import metrics_of
@@ -68,6 +71,30 @@ def test_several_machines(tmp_path):
     assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
     assert "1 of 1 steps done" in outputs[0]
     assert metrics_of(tmp_path / "run")[0]["rollout/num"] == 4 * 8
+
+
+def rank_process(agent: subprocess.Popen, rank: int) -> psutil.Process:
+    """The process of a rank below a torchrun agent."""
+    for process in psutil.Process(agent.pid).children(recursive=True):
+        if process.environ().get("RANK") == str(rank):
+            return process
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
+def test_a_lost_rank_is_named_within_a_minute(tmp_path, number):
+    run_dir = tmp_path / "run"
+    run = start([str(SCRIPTS / "tp2.sh"), *SHORT, f"run.dir={run_dir}", "run.num_steps=1000"])
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or not metrics_of(run_dir):
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    rank_process(run, 1).send_signal(number)
+    began = time.monotonic()
+    output, _ = run.communicate(timeout=100)
+    assert time.monotonic() - began < 60
+    assert run.returncode != 0
+    assert "rank 1 (host" in output, output
 
 
 def test_every_script_is_tested():

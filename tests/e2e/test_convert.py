@@ -1,0 +1,31 @@
+"""The checkpoint that a run leaves converts on its own to what the run exported itself."""
+
+from __future__ import annotations
+
+from dynamo_megatron import cli
+from tests.forked import in_child
+from tests.launch import arguments, launch
+from tests.unit.convert.test_conversion import assert_same_tensors, snapshot
+
+
+def test_a_runs_checkpoint_converts_to_the_runs_own_export(tmp_path, capfd):
+    run_dir = tmp_path / "run"
+    argv = arguments(tmp_path, run_dir, parallel__tensor=2, checkpoint__export_hf=True)
+    launch(argv, 2, tmp_path / "logs")
+    (exported,) = (run_dir / "hf").iterdir()
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    out = tmp_path / "out"
+    before = snapshot(checkpoint)
+    convert = ["convert", "to-hf", str(checkpoint), str(out)]
+    assert in_child(lambda: cli.main(convert)) == 0
+    assert_same_tensors(out, exported)
+    got, want = snapshot(out), snapshot(exported)
+    assert got.keys() == want.keys()
+    assert all(got[name] == want[name] for name in want if not name.endswith(".safetensors"))
+    assert snapshot(checkpoint) == before
+    assert in_child(lambda: cli.main([*convert, "--check-only"])) == 0
+    # Another checkpoint's export is not this one's.
+    config = out / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert in_child(lambda: cli.main([*convert, "--check-only"])) == 1
+    assert "norm_epsilon: saved 1e-06, now 1e-05" in capfd.readouterr().err
