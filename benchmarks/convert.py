@@ -61,13 +61,14 @@ WIDTHS_SMALL = {
 def write_model(folder: Path, *, family: str, layers: int, vocab: int, tied: bool, widths: dict):
     """A random bfloat16 model, streamed to disk."""
     from dynamo_megatron.hf.architecture import read_architecture
+    from dynamo_megatron.hf.families import FAMILIES
     from dynamo_megatron.hf.mapping import hf_shapes
     from dynamo_megatron.hf.writer import SafetensorsWriter
 
     folder.mkdir(parents=True)
     config = {
         "model_type": family,
-        "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "architectures": [FAMILIES[family].causal_lm],
         "num_hidden_layers": layers,
         "vocab_size": vocab,
         "max_position_embeddings": 4096,
