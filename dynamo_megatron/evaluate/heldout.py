@@ -60,8 +60,7 @@ def equal_sizes(prompts: Sequence[Prompt], samples: int) -> GroupSizes:
 def heldout_result(groups: Sequence[RolloutGroup], *, step: int, threshold: float) -> HeldoutResult:
     """Summarise scored samples; problems without a verified sample are left out.
 
-    The interval is Wilson's and not a bootstrap: in a run's first evaluations nothing may be
-    solved, and an interval of no width at zero would claim too much.
+    The interval is Wilson's, which needs no resampling: every rank computes it at every evaluation.
     """
     samples = samples_of(groups)
     counted = tallies(samples, right_from=threshold)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynamo_megatron.algo.passk import Interval, pass_at_k
+from dynamo_megatron.algo.passk import Interval, pass_at_k, wilson_interval
 from dynamo_megatron.evaluate.samples import RIGHT_FROM, Sample
 
 ALL = "all"
@@ -199,19 +199,21 @@ def bootstrap_mean(
     """Mean of one value per problem with its percentile bootstrap 95 % interval.
 
     Args:
-        values: one for each problem.
+        values: one for each problem, in [0, 1].
         seed: of the resampling; equal seeds give equal intervals.
         resamples: drawn, problems with replacement.
 
     Returns:
-        None without values. One value, or all alike, gives an interval without width: the
-        bootstrap knows no more than the sample.
+        None without values. Where all values are alike, resampling gives no width and would claim
+        that nothing else is possible; then Wilson's interval for as many trials.
 
     Source: Efron, "Bootstrap methods", 1979, doi:10.1214/aos/1176344552.
     """
     if not len(values):
         return None
     data = np.asarray(values, dtype=np.float64)
+    if bool((data == data[0]).all()):
+        return wilson_interval(float(data[0]), len(data))
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)
     step = max(1, _CHUNK // len(data))

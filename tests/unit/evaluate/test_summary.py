@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from dynamo_megatron.algo.passk import Interval
 from dynamo_megatron.evaluate.summary import bootstrap_mean, majority, summarise, tallies
 from dynamo_megatron.types import FinishReason
 
@@ -130,6 +129,12 @@ def test_equal_seeds_give_equal_intervals_in_any_chunks(monkeypatch):
     assert bootstrap_mean(values, seed=3) == first
 
 
-def test_one_problem_gives_an_interval_without_width():
-    assert bootstrap_mean([0.25], seed=0) == Interval(mean=0.25, low=0.25, high=0.25)
+def test_where_all_problems_agree_the_interval_still_has_its_width():
+    nothing = bootstrap_mean([0.0] * 20, seed=0)
+    # Wilson: z^2 / (n + z^2) = 3.8415 / 23.8415
+    assert (nothing.mean, nothing.low) == (0.0, 0.0)
+    assert nothing.high == pytest.approx(0.16113, abs=1e-5)
+    everything = bootstrap_mean([1.0] * 20, seed=0)
+    assert (everything.mean, everything.high) == (1.0, 1.0)
+    assert everything.low == pytest.approx(1 - 0.16113, abs=1e-5)
     assert bootstrap_mean([], seed=0) is None
