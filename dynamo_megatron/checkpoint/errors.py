@@ -20,6 +20,18 @@ class CheckpointError(RuntimeError):
     """A checkpoint or an export that cannot be written or read."""
 
 
+def os_error_behind(error: RuntimeError) -> OSError | None:
+    """The operating system's error that made ``torch.save`` fail, if that is what happened.
+
+    After a full disk torch's zip writer complains of an unexpected position; the real error is in
+    the context.
+    """
+    cause = error.__context__
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause
+
+
 @contextmanager
 def together(doing: str, group: ProcessGroup) -> Iterator[None]:
     """Run a block on every rank; when it fails on any, raise the same error on all.

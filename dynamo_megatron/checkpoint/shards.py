@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint.errors import CheckpointError, together
+from dynamo_megatron.checkpoint.errors import CheckpointError, os_error_behind, together
 from dynamo_megatron.checkpoint.manifest import write_file
 from dynamo_megatron.checkpoint.optimizer_state import load_optimizer
 from dynamo_megatron.checkpoint.parts import TrainedPolicy
@@ -123,12 +123,8 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # After a full disk torch's zip writer complains of an unexpected position; the
-            # operating system's own error is in the context, which does not travel to other ranks.
-            cause = error.__context__
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error from error
+            # The context does not travel to other ranks.
+            raise os_error_behind(error) or error from error
 
 
 def read_shards(

@@ -12,6 +12,7 @@ import pickle
 import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dynamo_megatron.checkpoint.errors import os_error_behind
 from dynamo_megatron.checkpoint.manifest import (
     FORMAT_VERSION,
     WEIGHTS_ONLY,
@@ -95,7 +97,10 @@ class CheckpointWriter:
             raise ConversionError(f"{key} (layer {layer}) is written a second time.")
         name, stream = self._file()
         begin = stream.tell()
-        torch.save(stored, stream)
+        try:
+            torch.save(stored, stream)
+        except RuntimeError as failure:
+            raise os_error_behind(failure) or failure from failure
         self._storage[index] = _StorageInfo(name, begin, stream.tell() - begin)
         self._chunks[key].append((torch.Size(offset), stored.shape))
         self._sizes[key] = torch.Size(size)
@@ -163,9 +168,11 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._stream is not None:
-            self._stream.close()
         self._thread.shutdown(cancel_futures=True)
+        if self._stream is not None:
+            # What is buffered does not matter any more.
+            with suppress(OSError):
+                self._stream.close()
 
 
 def _sync_and_hash(path: Path) -> str:

@@ -151,9 +151,9 @@ def test_a_tied_model_that_stores_its_head_twice_is_taken_once(tmp_path):
 class TestTheCheck:
     """A conversion that is wrong is noticed, and leaves no output."""
 
-    @pytest.fixture()
-    def model_dir(self, tmp_path):
-        return write_model(tmp_path / "hf", "qwen2")
+    @pytest.fixture(params=["qwen2", "qwen3"])
+    def model_dir(self, request, tmp_path):
+        return write_model(tmp_path / "hf", request.param)
 
     def _fails(self, work, out: Path, match: str) -> None:
         with pytest.raises(ConversionError, match=match):
@@ -362,7 +362,8 @@ class TestBadInput:
         with pytest.raises(ConversionError, match=r"vocab_size: saved 275, now 101"):
             in_child(lambda: conversion.to_hf(tiny, tmp_path / "out", source=model_dir))
 
-    def test_no_space_left(self, tiny, tmp_path):
+    @pytest.mark.parametrize("direction", ["to_hf", "to_megatron"])
+    def test_no_space_left(self, direction, tiny, tmp_path):
         disk = tmp_path / "disk"
         disk.mkdir()
         mounted = subprocess.run(
@@ -370,23 +371,30 @@ class TestBadInput:
         )
         if mounted.returncode:
             pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.decode()}")
+        source = tiny if direction == "to_hf" else TINY_POLICY
+        convert = getattr(conversion, direction)
         try:
             with pytest.raises(ConversionError, match="GiB free"):
-                in_child(lambda: conversion.to_hf(tiny, disk / "out"))
+                in_child(lambda: convert(source, disk / "out"))
             with pytest.raises(OSError, match="No space left"):
-                in_child(lambda: _without_margin(tiny, disk / "out"))
+                in_child(lambda: _without_margin(convert, source, disk / "out"))
             left = list(disk.iterdir())
         finally:
             subprocess.run(["umount", str(disk)], check=True)
         assert left == []
 
+    def test_what_a_killed_conversion_left_is_removed_by_the_next(self, tiny, tmp_path):
+        (tmp_path / "out.tmp-0123abcd").mkdir()
+        in_child(lambda: conversion.to_hf(tiny, tmp_path / "out"))
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
-def _without_margin(checkpoint: Path, out: Path) -> None:
+
+def _without_margin(convert, source: Path, out: Path) -> None:
     """As if another program had filled the disk after the space was looked at."""
     from dynamo_megatron.convert import folder
 
     folder._MARGIN = -(10**12)
-    conversion.to_hf(checkpoint, out)
+    convert(source, out)
 
 
 class TestCommand:
