@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynamo_megatron.assets import TINY_POLICY
 from dynamo_megatron.checkpoint.errors import CheckpointError
-from dynamo_megatron.convert import conversion
+from dynamo_megatron.convert import command, conversion
 from dynamo_megatron.convert.errors import ConversionError
 from dynamo_megatron.hf.architecture import ArchitectureError
 from dynamo_megatron.hf.reader import WeightsError
@@ -416,6 +416,13 @@ class TestCommand:
         again = self._run("convert", "to-megatron", TINY_POLICY, out)
         assert again.returncode == 1 and "is not an empty folder" in again.stderr
         assert "Traceback" not in again.stderr
+
+    @pytest.mark.parametrize("arguments", [[], ["to-hf"], ["to-hf", "a", "b", "--shard-gib", "0"]])
+    def test_wrong_arguments_are_refused_before_anything_is_imported(self, arguments, capsys):
+        with pytest.raises(SystemExit) as ended:
+            command.main(arguments)
+        assert ended.value.code == 2
+        assert "usage: dynamo-megatron convert" in capsys.readouterr().err
 
     def test_an_interrupted_conversion_leaves_nothing(self, tiny, tmp_path):
         code = (
