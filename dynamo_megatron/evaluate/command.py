@@ -139,6 +139,12 @@ def _run(arguments: argparse.Namespace) -> None:
         instruction=arguments.append,
         limit=arguments.limit,
     )
+    logger.info(
+        "%d problems; %d duplicates removed, %d too long left out",
+        len(problems.prompts),
+        problems.duplicates,
+        problems.dropped,
+    )
     out = arguments.out or Path("evaluations") / model_dir.name
     settings = _settings(arguments, model_dir)
     with ExitStack() as closing:
@@ -199,12 +205,6 @@ def _settings(arguments: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
 
 
 def _facts(problems: EvaluationProblems, as_text: Sequence[str]) -> dict[str, Any]:
-    logger.info(
-        "%d problems; %d duplicates removed, %d too long left out",
-        len(problems.prompts),
-        problems.duplicates,
-        problems.dropped,
-    )
     return {
         "duplicates_removed": problems.duplicates,
         "too_long_left_out": problems.dropped,
