@@ -130,7 +130,11 @@ def _prompts(config: Config, sources, tokenizer, what: str) -> tuple[Prompt, ...
 
 
 def _check_disjoint(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
-    shared = {prompt.text for prompt in train} & {prompt.text for prompt in heldout}
+    train_texts, heldout_texts = (
+        {" ".join(prompt.text.split()).casefold() for prompt in prompts}
+        for prompts in (train, heldout)
+    )
+    shared = train_texts & heldout_texts
     if shared:
         raise ValueError(
             f"{len(shared)} held-out problems are training problems too, such as "

@@ -54,7 +54,7 @@ output, all under run.dir:
   config.yaml          the configuration as it ran, every default filled in: --config takes it
   run.log              what rank 0 said
 
-exit code: 0 done, 2 the command line or the configuration cannot be used, else the run failed.
+exit code: 0 done, 2 the command line or the configuration file is refused, else the run failed.
 """
 
 

@@ -89,6 +89,35 @@ def write_resolved(config: Config, run_dir: str | Path) -> Path:
     return target
 
 
+def changed_keys(saved: Path, config: Config) -> list[str]:
+    """What a resolved configuration on disk said otherwise, as ``key: old -> new``.
+
+    Length, folder and resume mode of the run may differ; an unreadable file compares as equal.
+    """
+    try:
+        before = _flat(OmegaConf.to_container(OmegaConf.load(saved)))
+    except (OSError, yaml.YAMLError, OmegaConfBaseException):
+        return []
+    after = _flat(config.model_dump(mode="json"))
+    free = ("run.num_steps", "run.dir", "run.resume", "observe.")
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith(free)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    leaves: dict[str, Any] = {}
+    for key, inner in pairs:
+        if isinstance(inner, Mapping | list) and inner:
+            leaves |= _flat(inner, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = inner
+    return leaves
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -66,7 +66,7 @@ class Parts:
 
 
 def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> LoopState:
-    """Run from ``state`` to the configured number of steps, or until SIGTERM.
+    """Run from ``state`` to the configured number of steps, or until SIGTERM or Ctrl-C.
 
     Collective. Evaluates at the start, at the end and in between as configured, and saves when due.
 
@@ -86,7 +86,7 @@ def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> L
             parts.stop.check(parts.group)
     except StopRequested:
         logger.warning(
-            "stopping on SIGTERM after %d of %d steps; go on with run.resume=if_present",
+            "stopping on a signal after %d of %d steps; go on with run.resume=if_present",
             state.step,
             num_steps,
         )
@@ -137,7 +137,11 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
             current_modulation(modulated.ranges, algorithm.modulation, algorithm.clip),
         )
     if not updates:
-        logger.warning("step %d has no verified response: no update", state.step)
+        logger.warning(
+            "step %d has no response to train on (failed verifications, or truncated and masked): "
+            "no update",
+            state.step,
+        )
     times = clock.metrics()
     metrics: dict[str, MetricValue] = {
         **rollout_metrics(groups, sizes, threshold=algorithm.allocation.success_threshold),

@@ -16,22 +16,25 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Turns SIGTERM into a request that the loop honours where a checkpoint can be written."""
+    """Turns SIGTERM and the first Ctrl-C into a request that the loop honours at a step's end."""
 
     def __init__(self) -> None:
         self._requested = False
         self._notify: Callable[[], None] | None = None
 
     def install(self, on_signal: Callable[[], None]) -> None:
-        """Take over SIGTERM of this process.
+        """Take over SIGTERM and SIGINT of this process.
 
         Args:
             on_signal: called in the handler as well; must only set values.
         """
         self._notify = on_signal
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._requested:
+            signal.default_int_handler(number, frame)  # a second Ctrl-C means it
         self._requested = True
         if self._notify is not None:
             self._notify()

@@ -24,7 +24,7 @@ def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
     lines += [
         f"left out or lost: {counters.truncated} truncated responses (scored as they stand), "
         f"{counters.verifier_failures} failed verifications, {counters.skipped_updates} updates "
-        f"with non-finite gradients, {counters.skipped_steps} steps without a verified response",
+        f"with non-finite gradients, {counters.skipped_steps} steps without a response to train on",
         "files:",
         f"  {run_dir / 'plots' / 'overview.png'}",
         f"  {run_dir / 'metrics.jsonl'}, {run_dir / 'tensorboard'}",
@@ -40,9 +40,10 @@ def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
 def _next_steps(run_dir: Path, state: LoopState, num_steps: int, export: Path) -> list[str]:
     if state.step < num_steps:
         return ["  the same command with run.resume=if_present goes on from here"]
+    twice = 2 * max(num_steps, state.step)
     longer = (
         f"  go on training:  dynamo-megatron train --config {run_dir / 'config.yaml'} "
-        f"run.resume=if_present run.num_steps={2 * num_steps}   (under torchrun for several ranks)"
+        f"run.resume=if_present run.num_steps={twice}   (under torchrun for several ranks)"
     )
     if not export.exists():
         return [longer]

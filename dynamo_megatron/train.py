@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PeerError as error:
         logger.error("rank %d stops: %s", rank, error)
         return FAILED
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        logger.error("%s%s", error, _advice(error, run_dir))
+        return FAILED
+    except ValueError as error:
         logger.error("%s", error)
         return FAILED
     except RuntimeError as error:
@@ -46,6 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error, exc_info=not known)
         return FAILED
     return 0
+
+
+def _advice(error: OSError, run_dir: Path) -> str:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    return (
+        f": there is no room left for what the run writes under {run_dir}. What was saved is "
+        "intact: free some space and go on with run.resume=if_present."
+    )
 
 
 def _open_run_dir(rank: int, run_dir: Path) -> None:
@@ -95,11 +108,10 @@ def run(config: Config) -> None:
 def _run(config: Config, control, stop) -> None:
     from dynamo_megatron import build
     from dynamo_megatron.actor.topology import init_topology
-    from dynamo_megatron.checkpoint.export import export_hf, set_aside
+    from dynamo_megatron.checkpoint.export import export_once
     from dynamo_megatron.load_config import to_yaml, write_resolved
     from dynamo_megatron.loop import train
     from dynamo_megatron.parallel.digest import require_agreement
-    from dynamo_megatron.parallel.reduce import any_rank
     from dynamo_megatron.summary import summarize
 
     control.set_phase("read the inputs")
@@ -130,11 +142,7 @@ def _run(config: Config, control, stop) -> None:
         state = train(parts, state, saved_step=saved_step)
     if config.checkpoint.export_hf and state.step >= config.run.num_steps:
         export = Path(config.run.dir) / "hf" / f"step_{state.step:06d}"
-        if state.step != saved_step:
-            set_aside(export, group=control.group)
-        # Asked of all ranks: on a network file system they may see the folder at different times.
-        if not any_rank(export.exists(), group=control.group):
-            export_hf(policy, inputs.model_dir, export)
+        export_once(policy, inputs.model_dir, export, source=checkpointer.latest())
     if topology.rank == 0:
         logger.info("%s", summarize(Path(config.run.dir), state, config.run.num_steps))
 
@@ -156,6 +164,7 @@ def _build_tier(config: Config, inputs, topology, control):
 
 def _resume(config: Config, checkpointer):
     """The state to start from and the step of its checkpoint, as ``run.resume`` asks."""
+    from dynamo_megatron.load_config import changed_keys
     from dynamo_megatron.state import LoopState
 
     mode, latest = config.run.resume, checkpointer.latest()
@@ -174,6 +183,10 @@ def _resume(config: Config, checkpointer):
         return LoopState(), None
     state = LoopState.from_json(checkpointer.load(latest))
     logger.info("resumed from %s: %d steps done", latest, state.step)
+    if changed := changed_keys(latest / "config.yaml", config):
+        logger.warning("the configuration is not the checkpoint's: %s", "; ".join(changed))
+    if state.step >= config.run.num_steps:
+        logger.info("nothing to train: run.num_steps=%d", config.run.num_steps)
     return state, state.step
 
 

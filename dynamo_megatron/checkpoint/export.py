@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import secrets
 import shutil
@@ -10,18 +12,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from dynamo_megatron.checkpoint.errors import CheckpointError, together
-from dynamo_megatron.checkpoint.manifest import sync_folder, write_file
+from dynamo_megatron.checkpoint.manifest import MARKER, sync_folder, write_file
 from dynamo_megatron.checkpoint.parts import TrainedPolicy
 from dynamo_megatron.hf.files import CONFIG, companion_files, config_with_dtype
 from dynamo_megatron.hf.mapping import hf_shapes
 from dynamo_megatron.hf.reader import WeightsError
 from dynamo_megatron.hf.writer import SHARD_BYTES, SafetensorsWriter
 from dynamo_megatron.parallel.broadcast import broadcast_bytes
+from dynamo_megatron.parallel.reduce import any_rank
 
 logger = logging.getLogger(__name__)
+
+STAMP = "exported_from.json"
+"""Beside the weights: the checkpoint that they are of."""
 
 
 def export_hf(
@@ -137,14 +142,47 @@ def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
     sync_folder(folder)
 
 
-def set_aside(out: Path, *, group: ProcessGroup) -> None:
-    """Rename an export of an earlier run out of the way; nothing is deleted. Collective.
+def export_once(
+    policy: TrainedPolicy, tokenizer_source_dir: Path, out: Path, *, source: Path | None
+) -> None:
+    """``export_hf``, unless ``out`` is the export of this very checkpoint. Collective.
+
+    An export of anything else, left by an earlier run, is renamed; nothing is deleted.
+
+    Args:
+        policy: what is exported.
+        tokenizer_source_dir: the model folder that the run started from.
+        out: the new folder.
+        source: the checkpoint that holds the policy as it is; None exports in any case.
 
     Raises:
-        CheckpointError: it could not be renamed.
+        CheckpointError: as ``export_hf``, or an old export could not be renamed.
     """
+    group = policy.topology.world_group
+    first = policy.topology.rank == dist.get_global_rank(group, 0)
+    stamp = _stamp(source) if first and source is not None else None
+    current = first and stamp is not None and _read_stamp(out) == stamp
+    if any_rank(current, group=group):
+        return
     with together(f"setting an earlier {out} aside", group):
-        if dist.get_rank(group) == 0 and out.exists():
+        if first and out.exists():
             aside = out.with_name(f"{out.name}.old-{secrets.token_hex(4)}")
             out.rename(aside)
-            logger.warning("%s is of an earlier run and is now %s", out, aside)
+            logger.warning("%s is of another run and is now %s", out, aside)
+    export_hf(policy, tokenizer_source_dir, out)
+    with together(f"marking {out}", group):
+        if first and stamp is not None:
+            write_file(out / STAMP, stamp.encode())
+
+
+def _stamp(checkpoint: Path) -> str:
+    """Says which checkpoint an export is of: its marker holds the digests of all its files."""
+    digest = hashlib.sha256((checkpoint / MARKER).read_bytes()).hexdigest()
+    return json.dumps({"checkpoint": checkpoint.name, "sha256": digest})
+
+
+def _read_stamp(export: Path) -> str | None:
+    try:
+        return (export / STAMP).read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -8,6 +8,7 @@ that may stop a run, charge another item or pass for a wrong answer. Threads can
 from __future__ import annotations
 
 import logging
+import os
 import re
 import select
 import sys
@@ -67,7 +68,8 @@ class RewardPool:
 
     Args:
         verifier: ``module:function``, called in a worker as f(response, answer, prompt); returns a
-            number or a ``Verification``. Imported there, with this process's ``sys.path``.
+            number or a ``Verification``. Imported there, with this process's ``sys.path`` and the
+            working folder.
         workers: number of processes, started on first use.
         timeout_s: wall-clock seconds for one verification.
         memory_limit_bytes: address space of a worker.
@@ -340,7 +342,8 @@ class RewardPool:
         module = self._verifier.partition(":")[0]
         raise RewardError(
             f"no worker can start with the verifier {self._verifier!r}; the last one: {how}. "
-            f"Workers run {sys.executable} and import {module!r} along sys.path = {sys.path}. "
+            f"Workers run {sys.executable} and import {module!r} along sys.path = {sys.path} and "
+            f"the working folder {os.getcwd()}. "
             "Correct reward.function, or put the module's folder on PYTHONPATH; "
             f"`{sys.executable} -c 'import {module}'` shows the import on its own."
         )

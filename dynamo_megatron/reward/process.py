@@ -176,8 +176,9 @@ class WorkerProcess:
 def _launch(verifier: str, memory_limit: int) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
-        # The worker imports what this process could import; "" is its working directory.
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        # The worker imports what this process could import, and what lies in the working folder: a
+        # console script, unlike `python -m`, does not have that on its path.
+        "PYTHONPATH": os.pathsep.join([*(p or os.getcwd() for p in sys.path), os.getcwd()]),
         # Verifications run side by side, one thread each.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

@@ -13,11 +13,16 @@ from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup
 
 
 def check_allocation(config: AllocationConfig, num_prompts: int) -> None:
-    """Refuse bounds under which some step's budget could not be spent.
+    """Refuse bounds under which some step's budget could not be spent, or nothing be learned.
 
     Raises:
-        ValueError: see ``algo.allocation.check_budget``.
+        ValueError: see ``algo.allocation.check_budget``; or every group would have one rollout.
     """
+    if config.n_mean == 1:
+        raise ValueError(
+            "algorithm.allocation.n_mean=1: a single rollout has nothing to be compared with, its "
+            "advantage is 0 and nothing is learned. Set n_mean to 2 or more."
+        )
     if config.policy == "dynamo":
         check_budget(num_prompts, config.n_low, config.n_high, config.n_mean, config.init)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +41,14 @@ FILES = BASE.replace(
         ({"parallel__sequence": True}, "parallel.sequence=false"),
         ({"algorithm__allocation__n_low": 5}, "n_low"),
         ({"algorithm__allocation__init": 5}, "init"),
+        (
+            {
+                "algorithm__allocation__n_low": 1,
+                "algorithm__allocation__n_mean": 1,
+                "algorithm__allocation__init": 1,
+            },
+            "n_mean to 2",
+        ),
         ({"data__prompts_per_step": 13}, "12 training prompts"),
         ({"data__max_prompt_tokens": 2}, "data.max_prompt_tokens"),
         ({"rollout__max_tokens": 1000}, "256 positions"),
@@ -126,6 +137,28 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     )
 
 
+def test_held_out_problems_that_differ_in_blanks_and_case_alone_are_refused(tmp_path):
+    for name, text in (("train", "Compute  1+1 "), ("heldout", "compute 1+1")):
+        row = json.dumps({"problem": text, "answer": "2"})
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+    base = f"""\
+run: {{num_steps: 1}}
+data:
+  train: [{{kind: jsonl, path: {tmp_path}/train.jsonl}}]
+  heldout: [{{kind: jsonl, path: {tmp_path}/heldout.jsonl}}]
+"""
+    argv = arguments(tmp_path, tmp_path / "run", base, data__prompts_per_step=1)
+    assert "held-out problems are training problems" in refused(argv, 1, tmp_path / "logs")
+
+
+def test_resuming_with_other_values_says_which(tmp_path):
+    run_dir = tmp_path / "run"
+    launch(arguments(tmp_path, run_dir, run__num_steps=1), 1, tmp_path / "a")
+    options = {"run__num_steps": 2, "run__resume": "always", "run__seed": 6}
+    again = launch(arguments(tmp_path, run_dir, optimizer__lr=2e-3, **options), 1, tmp_path / "b")
+    assert "optimizer.lr: 0.001 -> 0.002; run.seed: 5 -> 6" in again.log(0)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run_dir = tmp_path / "run"
     launch(arguments(tmp_path, run_dir, run__num_steps=1), 1, tmp_path / "a")
@@ -188,7 +221,7 @@ def test_a_step_without_any_verdict_is_counted_and_survived(tmp_path, monkeypatc
         parallel__pipeline=2,
     )
     ranks = launch(argv, 2, tmp_path / "logs")
-    assert "2 steps without a verified response" in ranks.log(0)
+    assert "2 steps without a response to train on" in ranks.log(0)
 
 
 def _wait_for_a_checkpoint(ranks: Ranks, run_dir) -> None:
@@ -252,3 +285,27 @@ def test_the_log_of_a_failed_run_is_kept(tmp_path):
     refused(arguments(tmp_path, run_dir, data__prompts_per_step=13), 1, tmp_path / "logs")
     assert "12 training prompts" in log_of(run_dir)
     assert os.access(run_dir, os.W_OK)
+
+
+def test_a_verifier_beside_the_configuration_is_found_by_the_console_script(tmp_path):
+    """The script's own folder is first on its path, not the working folder."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def score(response, answer, prompt):\n    return 1.0\n"
+    )
+    argv = arguments(
+        tmp_path,
+        tmp_path / "run",
+        run__num_steps=1,
+        reward__kind="function",
+        reward__function="my_rewards:score",
+    )
+    run = subprocess.run(
+        [str(Path(sys.executable).parent / "dynamo-megatron"), "train", *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert metrics_of(tmp_path / "run")[0]["reward/pass_rate"] == 1.0

@@ -77,6 +77,12 @@ def test_an_export_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path):
     assert load_file(stale / "model.safetensors")
     (aside,) = (run_dir / "hf").glob("step_000001.old-*")
     assert (aside / "model.safetensors").read_bytes() == b"old"
+    # an old export beside a checkpoint of the same step is of another checkpoint
+    (stale / "exported_from.json").write_text('{"checkpoint": "step_00000001", "sha256": "0"}')
+    (stale / "model.safetensors").write_bytes(b"older")
+    again = arguments(tmp_path, run_dir, **options, run__resume="if_present")
+    launch(again, 1, tmp_path / "c")
+    assert load_file(stale / "model.safetensors")
     # a finished run that is started again does not export again
     options["run__resume"] = "if_present"
     written = (stale / "model.safetensors").stat().st_mtime_ns
@@ -127,7 +133,7 @@ def test_sigterm_saves_and_exits_cleanly_and_the_rest_is_the_same(tmp_path):
     assert ranks.wait() == [0, 0]
     done = len(metrics_of(stopped))
     assert done < 4, "the signal came too late to test anything"
-    assert f"stopping on SIGTERM after {done} of 4 steps" in log_of(stopped)
+    assert f"stopping on a signal after {done} of 4 steps" in log_of(stopped)
     options["run__resume"] = "always"
     launch(arguments(tmp_path, stopped, **options), 2, tmp_path / "c")
     assert results(stopped) == results(whole)
