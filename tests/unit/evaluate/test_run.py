@@ -54,6 +54,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(plan, engine, reward
     engine.asked, engine.stop_at = [], None
     assert evaluate(plan, engine, reward, out, SETTINGS) == whole
     assert engine.asked == [6, 6]  # the first two problems are whole
+    assert len((out / SAMPLES_NAME).read_bytes().splitlines()) == len(whole)  # none twice
     engine.asked = []
     assert evaluate(plan, engine, reward, out, SETTINGS) == whole
     assert engine.asked == []

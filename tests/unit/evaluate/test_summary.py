@@ -50,6 +50,8 @@ def test_the_majority_is_right_wrong_or_tied():
     assert majority(votes("R", "3", "4")) == pytest.approx(1 / 3)
     assert majority(votes("R", "", "", "")) == 1.0  # what gives no answer does not vote
     assert majority(votes("3", "4")) == 0.0
+    unverified = [sample("error", k=k, extracted="3") for k in (5, 6)]
+    assert majority([*votes("R"), *unverified]) == 1.0
 
 
 def test_right_answers_are_one_answer_however_they_are_written():
