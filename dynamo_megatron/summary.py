@@ -48,4 +48,8 @@ def _next_steps(run_dir: Path, state: LoopState, num_steps: int, export: Path) -
     if not export.exists():
         return [longer]
     load = f"AutoModelForCausalLM.from_pretrained('{export}')"
-    return [longer, f"  use the policy:  transformers.{load}"]
+    return [
+        longer,
+        f"  evaluate it:     dynamo-megatron eval {export} --data FILE --samples 4",
+        f"  use the policy:  transformers.{load}",
+    ]
