@@ -132,7 +132,7 @@ def _parse(text: str) -> list[Any]:
         f"\\boxed{{{text}}}",
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",
-        parsing_timeout=None,
+        parsing_timeout=0,  # none: the pool has its own
     )
 
 
