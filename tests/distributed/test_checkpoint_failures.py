@@ -85,6 +85,7 @@ def test_a_full_disk_is_named_and_the_save_succeeds_once_there_is_space(model_di
                 saved.save(2, {})
             dist.barrier()
             left = _names(disk)
+            dist.barrier()
             if dist.get_rank() == 0:
                 filler.unlink()
             dist.barrier()
