@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import errno
+import logging
 from pathlib import Path
 
 import pytest
 
 from dynamo_megatron import train
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """The entry point sets up logging for a whole process; this one goes on."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
