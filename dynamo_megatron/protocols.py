@@ -25,6 +25,9 @@ from dynamo_megatron.types import (
 WeightStream = Iterable[tuple[str, Tensor]]
 """Hugging Face parameter names with full, CPU-or-GPU tensors, each exactly once."""
 
+RolloutListener = Callable[[Rollout], None]
+"""Called with each rollout when it is complete, in the order of completion."""
+
 MetricValue = float | Mapping[str, int]
 """A scalar, or a histogram as a mapping from value to count."""
 
@@ -54,6 +57,8 @@ class RolloutEngine(Protocol):
         step: int,
         temperature: float | None,
         seed: int,
+        first_index: Sequence[int] | None = None,
+        on_rollout: RolloutListener | None = None,
     ) -> list[Rollout]:
         """Return ``sizes.budget`` rollouts, grouped by prompt, in prompt order, k ascending.
 
@@ -64,9 +69,19 @@ class RolloutEngine(Protocol):
             temperature: of the sampled policy softmax(logits / temperature); None takes the most
                 likely token each time.
             seed: the run's seed; a rollout's own is a function of (seed, step, prompt id, k).
+            first_index: the k that each prompt's rollouts start at, 0 by default; a later round of
+                the same step goes on where the one before ended.
+            on_rollout: told of each rollout as it completes, from the calling thread.
 
         Raises:
             RolloutError: a completion is missing or was sampled from another version.
+        """
+        ...
+
+    def probe(self, prompts: Sequence[Prompt], *, temperature: float, seed: int) -> list[Rollout]:
+        """One short rollout of each prompt from every replica, to be checked by the trainer.
+
+        Called after ``load_weights``. Empty where the engine needs no such check.
         """
         ...
 

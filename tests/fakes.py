@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo_megatron.protocols import WeightStream
+from dynamo_megatron.protocols import RolloutListener, WeightStream
 from dynamo_megatron.rollout.errors import RolloutError
 from dynamo_megatron.rollout.seeds import rollout_seed
 from dynamo_megatron.types import FinishReason, GroupSizes, Prompt, Rollout
@@ -63,6 +63,8 @@ class ScriptedEngine:
         step: int,
         temperature: float,
         seed: int,
+        first_index: Sequence[int] | None = None,
+        on_rollout: RolloutListener | None = None,
     ) -> list[Rollout]:
         """Scripted rollouts with the real seeds and the loaded version."""
         self.events.append(f"generate {sizes.budget} rollouts at step {step}")
@@ -72,13 +74,21 @@ class ScriptedEngine:
             raise RolloutError("prompts and sizes are in different orders")
         if step == self.fail_at_step:
             raise RolloutError(f"scripted failure at step {step}")
-        return [
+        starts = first_index or [0] * len(prompts)
+        rollouts = [
             self.scripts[prompt.id][k % len(self.scripts[prompt.id])].as_rollout(
                 prompt.id, k, version=self.version, seed=rollout_seed(seed, step, prompt.id, k)
             )
-            for prompt, size in zip(prompts, sizes.sizes, strict=True)
-            for k in range(size)
+            for prompt, size, first in zip(prompts, sizes.sizes, starts, strict=True)
+            for k in range(first, first + size)
         ]
+        for rollout in rollouts if on_rollout is not None else ():
+            on_rollout(rollout)
+        return rollouts
+
+    def probe(self, prompts: Sequence[Prompt], *, temperature: float, seed: int) -> list[Rollout]:
+        """A script needs no check."""
+        return []
 
     def close(self) -> None:
         """Note that the loop released the engine."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dynamo_megatron.protocols import WeightStream
+from dynamo_megatron.protocols import RolloutListener, WeightStream
 from dynamo_megatron.rollout.decode import Decoded, DecodeSpec, decode
 from dynamo_megatron.rollout.errors import RolloutError
 from dynamo_megatron.rollout.kv_cache import (
@@ -113,6 +113,8 @@ class HfEngine:
         step: int,
         temperature: float | None,
         seed: int,
+        first_index: Sequence[int] | None = None,
+        on_rollout: RolloutListener | None = None,
     ) -> list[Rollout]:
         """Return ``sizes.budget`` rollouts, grouped by prompt, in prompt order, k ascending.
 
@@ -123,6 +125,8 @@ class HfEngine:
             temperature: of the sampled policy softmax(logits / temperature); None takes the most
                 likely token each time (logprobs are then those at temperature 1).
             seed: the run's seed.
+            first_index: the k that each prompt's rollouts start at; 0 by default.
+            on_rollout: told of each rollout when its batch is done.
 
         Raises:
             RolloutError: prompts and sizes do not match, a prompt is empty or too long for the
@@ -143,8 +147,10 @@ class HfEngine:
         )
         wanted = [
             _Wanted(place, k, rollout_seed(seed, step, prompt.id, k))
-            for place, (prompt, size) in enumerate(zip(prompts, sizes.sizes, strict=True))
-            for k in range(size)
+            for place, (prompt, size, first) in enumerate(
+                zip(prompts, sizes.sizes, first_index or [0] * len(prompts), strict=True)
+            )
+            for k in range(first, first + size)
         ]
         # Prompts of like length together: less padding. Stable, so a prompt's rollouts stay so too.
         by_length = sorted(wanted, key=lambda w: len(prompts[w.prompt].token_ids))
@@ -154,7 +160,13 @@ class HfEngine:
                 rows = by_length[start : start + self._batch_size]
                 sampled = self._sample(prompts, rows, spec, version)
                 rollouts.update(zip(((r.prompt, r.k) for r in rows), sampled, strict=True))
+                for rollout in sampled if on_rollout is not None else ():
+                    on_rollout(rollout)
         return [rollouts[w.prompt, w.k] for w in wanted]
+
+    def probe(self, prompts: Sequence[Prompt], *, temperature: float, seed: int) -> list[Rollout]:
+        """Nothing to check: ``load_weights`` has compared every name and shape, and copied."""
+        return []
 
     def close(self) -> None:
         """Nothing to release but memory, which goes with the object."""
