@@ -160,8 +160,9 @@ class HfEngine:
                 rows = by_length[start : start + self._batch_size]
                 sampled = self._sample(prompts, rows, spec, version)
                 rollouts.update(zip(((r.prompt, r.k) for r in rows), sampled, strict=True))
-                for rollout in sampled if on_rollout is not None else ():
-                    on_rollout(rollout)
+                if on_rollout is not None:
+                    for rollout in sampled:
+                        on_rollout(rollout)
         return [rollouts[w.prompt, w.k] for w in wanted]
 
     def probe(self, prompts: Sequence[Prompt], *, temperature: float, seed: int) -> list[Rollout]:
