@@ -248,12 +248,7 @@ def build_parts(
         prompts=inputs.train,
         policy=policy,
         tier=tier,
-        heldout=HeldoutStage(
-            inputs.heldout,
-            config.evaluation,
-            threshold=config.algorithm.allocation.success_threshold,
-            samples_dir=Path(config.run.dir) / "evaluations" if first_rank else None,
-        ),
+        heldout=HeldoutStage(inputs.heldout, config),
         checkpointer=checkpointer,
         recorder=Recorder(
             config,

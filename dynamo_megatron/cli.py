@@ -48,7 +48,7 @@ output, all under run.dir:
   plots/               overview.png: reward, entropy, group sizes, modulation, gradient norm
   metrics.jsonl        one JSON object a step; tensorboard/ has the same
   generations/         sampled responses with their verdicts; generations.md reads well
-  evaluations/         responses to the held-out problems
+  evaluations/         held-out figures and responses, by step; index.html to read them
   checkpoints/         what run.resume=if_present goes on from
   hf/                  the final policy in Hugging Face format
   config.yaml          the configuration as it ran, every default filled in: --config takes it

@@ -238,12 +238,15 @@ class OptimizerConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out pass@1 by sampling at ``temperature``, at the start, at the end and in between."""
+    """Held-out problems sampled and verified, at the start, at the end and in between.
+
+    pass@1, pass@k and majority vote by source, as ``dynamo-megatron eval`` gives them.
+    """
 
     every: NonNegative = 0
     """Steps between evaluations; 0: only at the start and at the end of the run."""
     samples: Positive = 1
-    """Samples of each problem."""
+    """Samples of each problem; pass@k and the majority vote need 2 or more."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Of the evaluated policy."""
 
@@ -265,7 +268,7 @@ class ObserveConfig(Section):
     tensorboard: bool = True
     """TensorBoard events beside metrics.jsonl."""
     plots: bool = True
-    """PNG plots at the end of the run."""
+    """PNG plots at the end of the run and of each evaluation."""
     generations_per_step: NonNegative = 8
     """Responses kept for reading."""
     progress: bool = True
@@ -273,6 +276,8 @@ class ObserveConfig(Section):
 
 
 class Config(Section):
+    report: bool = True
+    """A page to read each evaluation in, with pictures where observe.plots is set."""
     """One run."""
 
     run: RunConfig

@@ -74,6 +74,11 @@ class Recorder:
                 result.num_problems,
                 100 * result.format_rate,
             )
+            if len(result.sources) > 1:
+                logger.info(
+                    "held-out pass@1 by source: %s",
+                    ", ".join(f"{n} {100 * i.mean:.1f} %" for n, i in result.sources.items()),
+                )
 
     def step(
         self, step: int, metrics: Mapping[str, MetricValue], groups: Sequence[RolloutGroup]

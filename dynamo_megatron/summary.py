@@ -20,6 +20,12 @@ def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
                 f"({100 * result.low:.1f} to {100 * result.high:.1f}, {result.num_problems} "
                 f"problems, right format {100 * result.format_rate:.1f} %)"
             )
+        if len(last.sources) > 1:
+            lines += [
+                f"    of {name}: {100 * found.mean:.1f} % ({100 * found.low:.1f} to "
+                f"{100 * found.high:.1f})"
+                for name, found in last.sources.items()
+            ]
     counters = state.counters
     lines += [
         f"left out or lost: {counters.truncated} truncated responses (scored as they stand), "
@@ -31,6 +37,9 @@ def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
         f"  {run_dir / 'generations' / 'generations.md'}, {run_dir / 'evaluations'}",
         f"  {run_dir / 'checkpoints'}, {run_dir / 'config.yaml'}",
     ]
+    page = run_dir / "evaluations" / f"step_{state.step:06d}" / "index.html"
+    if page.exists():
+        lines.append(f"  {page}  (held-out responses to read)")
     if export.exists():
         lines.append(f"  {export}  (Hugging Face format)")
     lines += ["next:", *_next_steps(run_dir, state, num_steps, export)]

@@ -126,7 +126,12 @@ def _run(arguments: argparse.Namespace) -> None:
         build_reward,
         load_evaluation_problems,
     )
-    from dynamo_megatron.evaluate.report import PAGE_NAME, results_table, write_report
+    from dynamo_megatron.evaluate.report import (
+        PAGE_NAME,
+        results_table,
+        write_report,
+        write_summary,
+    )
     from dynamo_megatron.evaluate.run import Plan, evaluate
     from dynamo_megatron.evaluate.summary import summarise
 
@@ -174,14 +179,10 @@ def _run(arguments: argparse.Namespace) -> None:
         )
         samples = evaluate(plan, engine, reward, out, settings)
     summaries = summarise(samples, seed=arguments.seed)
-    write_report(
-        out,
-        title=arguments.model,
-        settings=settings,
-        facts=_facts(problems, [prompt.id for prompt in as_text]),
-        summaries=summaries,
-        samples=samples,
-    )
+    title = arguments.model
+    facts = _facts(problems, [prompt.id for prompt in as_text])
+    write_summary(out, title=title, settings=settings, facts=facts, summaries=summaries)
+    write_report(out, title=title, settings=settings, summaries=summaries, samples=samples)
     Console().print(results_table(summaries))
     sys.stdout.write(f"{out / PAGE_NAME}\n")
 

@@ -1,17 +1,13 @@
-"""Held-out pass@1 during a run, by sampling from the same engine."""
+"""Held-out results during a run: the figures of ``dynamo-megatron eval`` under metric names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
-
-from dynamo_megatron.algo.passk import mean_pass_at_1
-from dynamo_megatron.evaluate.samples import samples_of
-from dynamo_megatron.evaluate.summary import tallies
-from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup
+from dynamo_megatron.algo.passk import Interval
+from dynamo_megatron.evaluate.summary import ALL, Summary
+from dynamo_megatron.types import GroupSizes, Prompt
 
 SAMPLING_STEP = 0
 """Enters the seeds in place of the step, so that two evaluations differ by the policy alone."""
@@ -19,15 +15,16 @@ SAMPLING_STEP = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutResult:
-    """pass@1 over the held-out problems with its 95 % interval.
+    """What an evaluation found: numbers and text only, so that JSON returns it exactly.
 
     Attributes:
         step: steps the policy was trained.
-        num_problems: problems asked.
+        num_problems: problems with a verified sample.
         pass_at_1: mean over problems of the share of right samples.
         low, high: 95 % interval.
         format_rate: share of samples with an answer in the expected format.
         failures: verifications that failed; they are in no rate.
+        figures: the other figures, by metric name without ``eval/``.
     """
 
     step: int
@@ -37,6 +34,19 @@ class HeldoutResult:
     high: float
     format_rate: float
     failures: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> dict[str, Interval]:
+        """pass@1 by source, for sources with a verified sample."""
+        end = "/pass@1"
+        return {
+            name.removesuffix(end): Interval(
+                mean=value, low=self.figures[f"{name}_low"], high=self.figures[f"{name}_high"]
+            )
+            for name, value in self.figures.items()
+            if name.endswith(end)
+        }
 
     def metrics(self) -> dict[str, float]:
         """Under the names of ``metrics.jsonl``."""
@@ -47,6 +57,7 @@ class HeldoutResult:
             "eval/format_rate": self.format_rate,
             "eval/num": float(self.num_problems),
             "eval/failures": float(self.failures),
+            **{f"eval/{name}": value for name, value in self.figures.items()},
         }
 
 
@@ -57,43 +68,40 @@ def equal_sizes(prompts: Sequence[Prompt], samples: int) -> GroupSizes:
     )
 
 
-def heldout_result(groups: Sequence[RolloutGroup], *, step: int, threshold: float) -> HeldoutResult:
-    """Summarise scored samples; problems without a verified sample are left out.
+def heldout_result(summaries: Sequence[Summary], *, step: int, samples: int) -> HeldoutResult:
+    """The result that ``summarise`` gives of the policy after ``step`` steps.
 
-    The interval is Wilson's, which needs no resampling: every rank computes it at every evaluation.
+    Where no sample was verified, pass@1 is 0 with the interval [0, 1], and there is no pass@k.
+
+    Args:
+        summaries: by source; the last is over all of them.
+        step: steps the policy was trained.
+        samples: of each problem; the k of the majority vote.
     """
-    samples = samples_of(groups)
-    counted = tallies(samples, right_from=threshold)
-    verified = [tally for tally in counted if tally.valid]
-    failures = sum(tally.failed for tally in counted)
-    if not verified:
-        return HeldoutResult(
-            step=step,
-            num_problems=0,
-            pass_at_1=0.0,
-            low=0.0,
-            high=1.0,
-            format_rate=0.0,
-            failures=failures,
-        )
-    interval = mean_pass_at_1(
-        torch.tensor([tally.right for tally in verified]),
-        torch.tensor([tally.valid for tally in verified]),
-    )
-    formatted = sum(s.formatted for s in samples if s.outcome(threshold) != "error")
+    total = summaries[-1]
+    first = total.pass_at_1 or Interval(mean=0.0, low=0.0, high=1.0)
+    figures = {"length_mean": total.mean_tokens, "truncated_rate": total.truncation_rate}
+    for k, interval in total.pass_at_k.items():
+        figures |= _named(f"pass@{k}", interval)
+    # The vote of one sample is that sample.
+    if samples > 1:
+        figures |= _named(f"maj@{samples}", total.maj_at_k)
+    for summary in summaries:
+        if summary.source != ALL:
+            figures |= _named(f"{summary.source}/pass@1", summary.pass_at_1)
     return HeldoutResult(
         step=step,
-        num_problems=len(verified),
-        pass_at_1=interval.mean,
-        low=interval.low,
-        high=interval.high,
-        format_rate=formatted / sum(tally.valid for tally in verified),
-        failures=failures,
+        num_problems=total.num_problems,
+        pass_at_1=first.mean,
+        low=first.low,
+        high=first.high,
+        format_rate=total.format_rate,
+        failures=total.errors,
+        figures=figures,
     )
 
 
-def write_samples(path: Path, groups: Sequence[RolloutGroup]) -> None:
-    """Every sample with its verdict as JSON lines, like those of ``dynamo-megatron eval``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as lines:
-        lines.writelines(sample.line() for sample in samples_of(groups))
+def _named(name: str, interval: Interval | None) -> dict[str, float]:
+    if interval is None:
+        return {}
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

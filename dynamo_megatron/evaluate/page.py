@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo_megatron.algo.passk import Interval
-from dynamo_megatron.evaluate.samples import Sample
+from dynamo_megatron.evaluate.samples import RIGHT_FROM, Sample
 from dynamo_megatron.evaluate.summary import Summary
 
 MAX_PAGE_CHARS = 48 << 20
@@ -31,6 +31,7 @@ def write_page(
     summaries: Sequence[Summary],
     samples: Sequence[Sample],
     plots: Sequence[Path],
+    right_from: float = RIGHT_FROM,
 ) -> None:
     """Write the page.
 
@@ -41,10 +42,11 @@ def write_page(
         summaries: the table.
         samples: to read; of very many the first.
         plots: PNG files to show, in order.
+        right_from: reward from which a sample is right.
     """
     script = (_ASSETS / "page.js").read_text(encoding="utf-8")
     style = (_ASSETS / "page.css").read_text(encoding="utf-8")
-    data, shown = _samples_json(samples)
+    data, shown = _samples_json(samples, right_from)
     left_out = len(samples) - shown
     note = f"The first {shown} samples; {left_out} more are in samples.jsonl." if left_out else ""
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; "
@@ -85,7 +87,7 @@ _CONTROLS = """<div class="controls" role="search">
 </div>"""
 
 
-def _samples_json(samples: Sequence[Sample]) -> tuple[str, int]:
+def _samples_json(samples: Sequence[Sample], right_from: float) -> tuple[str, int]:
     """The samples as JSON that cannot end the script element, and how many there are."""
     items: list[str] = []
     total = 0
@@ -100,7 +102,7 @@ def _samples_json(samples: Sequence[Sample]) -> tuple[str, int]:
                 "answer": sample.answer,
                 "response": sample.response,
                 "extracted": sample.extracted,
-                "outcome": sample.outcome(),
+                "outcome": sample.outcome(right_from),
                 "reward": sample.reward,
                 "status": sample.status,
                 "message": sample.message,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from dynamo_megatron.algo.passk import Interval
-from dynamo_megatron.evaluate.samples import Sample
+from dynamo_megatron.evaluate.samples import RIGHT_FROM, Sample
 from dynamo_megatron.evaluate.summary import ALL, Summary
 
 # Okabe and Ito: told apart with any colour vision, and by lightness in print.
@@ -20,8 +20,20 @@ _OUTCOMES = (("right", "#009E73"), ("wrong", "#D55E00"), ("error", "#5F6368"))
 _BINS = 40
 
 
-def draw(summaries: Sequence[Summary], samples: Sequence[Sample], folder: Path) -> list[Path]:
+def draw(
+    summaries: Sequence[Summary],
+    samples: Sequence[Sample],
+    folder: Path,
+    *,
+    right_from: float = RIGHT_FROM,
+) -> list[Path]:
     """Write ``accuracy.png``, ``lengths.png`` and, from two samples a problem, ``pass_at_k.png``.
+
+    Args:
+        summaries: by source.
+        samples: all of them.
+        folder: made when it is not there.
+        right_from: reward from which a sample is right.
 
     Returns:
         The files written.
@@ -30,7 +42,7 @@ def draw(summaries: Sequence[Summary], samples: Sequence[Sample], folder: Path) 
     written = [_accuracy(summaries, folder / "accuracy.png")]
     if any(summary.pass_at_k for summary in summaries):
         written.append(_pass_at_k(summaries, folder / "pass_at_k.png"))
-    written.append(_lengths(samples, folder / "lengths.png"))
+    written.append(_lengths(samples, folder / "lengths.png", right_from))
     return written
 
 
@@ -100,13 +112,13 @@ def _pass_at_k(summaries: Sequence[Summary], path: Path) -> Path:
     return _save(figure, path)
 
 
-def _lengths(samples: Sequence[Sample], path: Path) -> Path:
+def _lengths(samples: Sequence[Sample], path: Path, right_from: float) -> Path:
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.subplots()
     longest = max(sample.num_tokens for sample in samples)
     edges = np.linspace(0, longest + 1, min(_BINS, longest + 1) + 1)
     groups = [
-        (name, colour, [s.num_tokens for s in samples if s.outcome() == name])
+        (name, colour, [s.num_tokens for s in samples if s.outcome(right_from) == name])
         for name, colour in _OUTCOMES
     ]
     present = [group for group in groups if group[2]]

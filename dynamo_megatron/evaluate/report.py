@@ -1,4 +1,4 @@
-"""What an evaluation leaves for people: a table, ``summary.json``, pictures and a page."""
+"""What an evaluation leaves for people: ``summary.json``, pictures, a page, and a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from dynamo_megatron.algo.passk import Interval
 from dynamo_megatron.evaluate.page import write_page
 from dynamo_megatron.evaluate.plots import draw
-from dynamo_megatron.evaluate.samples import Sample
+from dynamo_megatron.evaluate.samples import RIGHT_FROM, Sample
 from dynamo_megatron.evaluate.summary import ALL, Summary
 
 SUMMARY_NAME = "summary.json"
@@ -23,24 +23,22 @@ PAGE_NAME = "index.html"
 PLOTS_NAME = "plots"
 
 
-def write_report(
+def write_summary(
     out: Path,
     *,
     title: str,
     settings: Mapping[str, Any],
     facts: Mapping[str, Any],
     summaries: Sequence[Summary],
-    samples: Sequence[Sample],
 ) -> None:
-    """Write summary, pictures and page into the folder.
+    """Write the figures into the folder.
 
     Args:
         out: the evaluation's folder.
         title: what was evaluated.
-        settings: how; shown on the page.
-        facts: what was left out or could not be read; in the summary.
+        settings: how.
+        facts: what was left out or could not be read.
         summaries: by source.
-        samples: all of them.
     """
     record = {
         "model": title,
@@ -51,7 +49,32 @@ def write_report(
     (out / SUMMARY_NAME).write_text(
         json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    plots = draw(summaries, samples, out / PLOTS_NAME)
+
+
+def write_report(
+    out: Path,
+    *,
+    title: str,
+    settings: Mapping[str, Any],
+    summaries: Sequence[Summary],
+    samples: Sequence[Sample],
+    right_from: float = RIGHT_FROM,
+    pictures: bool = True,
+) -> None:
+    """Write pictures and page into the folder.
+
+    Args:
+        out: the evaluation's folder.
+        title: what was evaluated.
+        settings: how; shown on the page.
+        summaries: by source.
+        samples: all of them.
+        right_from: reward from which a sample is right.
+        pictures: draw them; else the page is without.
+    """
+    plots = []
+    if pictures:
+        plots = draw(summaries, samples, out / PLOTS_NAME, right_from=right_from)
     write_page(
         out / PAGE_NAME,
         title=title,
@@ -59,6 +82,7 @@ def write_report(
         summaries=summaries,
         samples=samples,
         plots=plots,
+        right_from=right_from,
     )
 
 

@@ -113,9 +113,14 @@ def _sample(
     ]
 
 
+def write_settings(out: Path, settings: Mapping[str, Any]) -> None:
+    """Write into the folder what decided its samples."""
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    (out / SETTINGS_NAME).write_text(text, encoding="utf-8")
+
+
 def _require_settings(out: Path, settings: Mapping[str, Any]) -> None:
     path = out / SETTINGS_NAME
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     if not path.exists():
         if (out / SAMPLES_NAME).exists():
             raise SamplesError(
@@ -123,14 +128,15 @@ def _require_settings(out: Path, settings: Mapping[str, Any]) -> None:
                 "Choose another --out."
             )
         out.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_settings(out, settings)
         return
+    now = json.loads(json.dumps(settings))
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [
-            f"{name} was {before.get(name)!r}, is {settings.get(name)!r}"
-            for name in sorted({*before, *settings})
-            if before.get(name) != json.loads(text).get(name)
+            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
         ]
     except (ValueError, AttributeError) as error:
         raise SamplesError(f"{path} cannot be read: {error}. Choose another --out.") from error

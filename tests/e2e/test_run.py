@@ -60,8 +60,12 @@ def test_a_run_leaves_what_a_person_wants(tmp_path):
         path.name for path in run_dir.iterdir()
     }
     assert (run_dir / "plots" / "overview.png").stat().st_size > 10_000
-    samples = (run_dir / "evaluations" / "step_000002.jsonl").read_text().splitlines()
+    evaluations = run_dir / "evaluations"
+    assert {path.name for path in evaluations.iterdir()} == {"step_000000", "step_000002"}
+    samples = (evaluations / "step_000002" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 8 and "response" in json.loads(samples[0])
+    assert (evaluations / "step_000002" / "plots" / "accuracy.png").stat().st_size > 10_000
+    assert str(evaluations / "step_000002" / "index.html") in ranks.log(0)
     assert "held-out pass@1" in ranks.log(0) and "next:" in ranks.log(0)
     _, info = AutoModelForCausalLM.from_pretrained(exported(run_dir), output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from dynamo_megatron.evaluate.plots import draw
-from dynamo_megatron.evaluate.report import results_table, write_report
+from dynamo_megatron.evaluate.report import results_table, write_report, write_summary
 from dynamo_megatron.evaluate.summary import summarise
 
-from .builders import problem
+from .builders import problem, sample
 
 
 def table(summaries, width=80) -> str:
@@ -35,14 +35,10 @@ def test_the_table_fits_a_terminal_and_takes_names_as_text():
 def test_the_summary_file_holds_every_figure(tmp_path):
     samples = problem("rw", id="a")
     summaries = summarise(samples)
-    write_report(
-        tmp_path,
-        title="m",
-        settings={"seed": 0},
-        facts={"duplicates_removed": 3},
-        summaries=summaries,
-        samples=samples,
-    )
+    settings = {"seed": 0}
+    facts = {"duplicates_removed": 3}
+    write_summary(tmp_path, title="m", settings=settings, facts=facts, summaries=summaries)
+    write_report(tmp_path, title="m", settings=settings, summaries=summaries, samples=samples)
     record = json.loads((tmp_path / "summary.json").read_text())
     assert record["duplicates_removed"] == 3
     (result,) = record["results"]
@@ -58,6 +54,21 @@ def test_the_summary_file_holds_every_figure(tmp_path):
         "pass_at_k.png",
         "lengths.png",
     }
+
+
+def test_page_and_pictures_take_right_and_wrong_from_the_given_reward(tmp_path):
+    # With 0.5 the reward of a right sample, no sample has it; from 0.5 up it is right.
+    samples = [sample("right", reward=0.4), sample("wrong", k=1, reward=0.1)]
+    options = {"title": "m", "settings": {}, "samples": samples}
+    for number, right_from in enumerate((0.5, 0.3)):
+        out = tmp_path / str(number)
+        out.mkdir()
+        summaries = summarise(samples, right_from=right_from)
+        write_report(out, summaries=summaries, right_from=right_from, pictures=False, **options)
+    strict, lenient = ((tmp_path / n / "index.html").read_text() for n in "01")
+    assert strict.count('"outcome": "wrong"') == 2
+    assert lenient.count('"outcome": "right"') == 1 == lenient.count('"outcome": "wrong"')
+    assert not (tmp_path / "0" / "plots").exists() and "<img" not in strict
 
 
 def test_pictures_are_drawn_of_whatever_there_is(tmp_path):
