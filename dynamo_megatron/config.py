@@ -249,6 +249,8 @@ class EvaluationConfig(Section):
     """Samples of each problem; pass@k and the majority vote need 2 or more."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Of the evaluated policy."""
+    report: bool = True
+    """A page to read each evaluation in, with pictures where observe.plots is set."""
 
 
 class CheckpointConfig(Section):
@@ -276,8 +278,6 @@ class ObserveConfig(Section):
 
 
 class Config(Section):
-    report: bool = True
-    """A page to read each evaluation in, with pictures where observe.plots is set."""
     """One run."""
 
     run: RunConfig
