@@ -15,6 +15,7 @@ from dynamo_megatron.config_algorithm import (
     AlgorithmConfig,
     AllocationConfig,
     ClipConfig,
+    CorrectionConfig,
     KlConfig,
     ModulationConfig,
 )
@@ -170,10 +171,16 @@ class BatchConfig(Section):
 class RolloutConfig(Section):
     """Sampling."""
 
-    engine: Literal["hf"] = "hf"
-    """``hf``: transformers' generate inside rank 0's process."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """``hf``: transformers' generate inside rank 0's process; ``vllm``: vLLM in its own."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """The policy is softmax(logits / temperature): in the sampler, the statistics and the loss."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the likeliest tokens that hold this probability; needs accept_truncation_bias."""
+    top_k: NonNegative = 0
+    """Sample from so many likeliest tokens; 0: from all. Needs accept_truncation_bias."""
+    accept_truncation_bias: bool = False
+    """Train on tokens of a cut distribution although their probability ratios are biased."""
     max_tokens: Positive = 1024
     """Longest response."""
     batch_size: Positive = 256
@@ -182,6 +189,26 @@ class RolloutConfig(Section):
     """CPU threads while rank 0 generates and the other ranks wait; null: OMP_NUM_THREADS."""
     gate_tolerance: Annotated[float, Field(gt=0.0)] = 1e-3
     """Largest |sampler logp - trainer logp| at the first step; above it the run stops."""
+
+    @model_validator(mode="after")
+    def _cut(self) -> RolloutConfig:
+        if self.top_p == 1.0 and self.top_k == 0:
+            return self
+        cut = f"rollout.top_p={self.top_p:g}, rollout.top_k={self.top_k}"
+        if self.engine == "hf":
+            raise ValueError(
+                f"{cut} with rollout.engine=hf: the embedded engine samples from the full "
+                "distribution, nothing would be cut. Set rollout.top_p=1.0 and rollout.top_k=0."
+            )
+        if not self.accept_truncation_bias:
+            raise ValueError(
+                f"{cut}: tokens would be sampled from a cut and rescaled distribution, while the "
+                "trainer's log-probabilities are of the full one. It is another policy: each "
+                "probability ratio is off by the mass that the cut keeps, and what it leaves out "
+                "is never tried. Set rollout.top_p=1.0 and rollout.top_k=0, or accept the bias "
+                "with rollout.accept_truncation_bias=true."
+            )
+        return self
 
 
 class RewardConfig(Section):
@@ -314,6 +341,7 @@ __all__ = [
     "CheckpointConfig",
     "ClipConfig",
     "Config",
+    "CorrectionConfig",
     "DataConfig",
     "EvaluationConfig",
     "FileSource",

@@ -109,6 +109,68 @@ class KlConfig(Section):
     """Per-token estimate of the divergence."""
 
 
+BANDS = {"masked": (0.5, 5.0), "geometric": (0.999, 1.002), "product": (0.5, 2.0)}
+"""Bands of kept ratios unless the user gives others: of a token, and the two of a sequence."""
+
+
+class CorrectionConfig(Section):
+    """Loss weights against the mismatch of trainer and sampler, q = pi_train / pi_sampler.
+
+    DynaMO's script has none. The ratios are at the policy before the update (the gap that
+    ``rollout/logp_gap_mean`` reports); a dropped token stays in the loss denominator, and the
+    penalty ``algorithm.kl`` is not weighted.
+    """
+
+    kind: Literal["none", "truncated", "masked", "sequence", "sequence_masked"] = "none"
+    """min(q, cap) of a token; q inside a band, else dropped; both of the whole sequence."""
+    sequence_ratio: Literal["geometric", "product"] = "geometric"
+    """For sequence_masked: geometric mean of q with weight 1, or product of q as the weight."""
+    cap: Annotated[float, Field(ge=1.0)] | None = None
+    """Largest weight, for truncated and sequence; null: 2."""
+    low: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Smallest ratio kept; null: 0.5 for masked and product, 0.999 for geometric."""
+    high: Annotated[float, Field(ge=1.0)] | None = None
+    """Largest ratio kept; null: 5 for masked, 2 for product, 1.002 for geometric."""
+    veto: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Drop a sequence in which any token's q is below this, e.g. 1e-4; null: no veto."""
+
+    @property
+    def cap_or_default(self) -> float:
+        """The largest weight."""
+        return 2.0 if self.cap is None else self.cap
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Smallest and largest ratio that is kept."""
+        low, high = BANDS["masked" if self.kind == "masked" else self.sequence_ratio]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    @model_validator(mode="after")
+    def _unused(self) -> CorrectionConfig:
+        banded = self.kind in ("masked", "sequence_masked")
+        users = {
+            "cap": ("truncated or sequence", self.kind in ("truncated", "sequence")),
+            "low": ("masked or sequence_masked", banded),
+            "high": ("masked or sequence_masked", banded),
+            "veto": ("truncated, masked, sequence or sequence_masked", self.kind != "none"),
+        }
+        for name, (kinds, used) in users.items():
+            value = getattr(self, name)
+            if value is not None and not used:
+                raise ValueError(
+                    f"algorithm.correction.{name}={value} with algorithm.correction.kind="
+                    f"{self.kind}: this kind does not look at {name}, and the run would not be "
+                    f"the one that was meant. Set kind to {kinds}, or {name} to null."
+                )
+        if self.sequence_ratio == "product" and self.kind != "sequence_masked":
+            raise ValueError(
+                f"algorithm.correction.sequence_ratio=product with algorithm.correction.kind="
+                f"{self.kind}: only sequence_masked chooses between the two ratios. Set "
+                "kind=sequence_masked, or leave sequence_ratio out."
+            )
+        return self
+
+
 class AdvantageConfig(Section):
     """Group-relative advantages."""
 
@@ -128,3 +190,20 @@ class AlgorithmConfig(Section):
     modulation: ModulationConfig = ModulationConfig()
     clip: ClipConfig = ClipConfig()
     kl: KlConfig = KlConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    old_logp: Literal["trainer", "sampler"] = "trainer"
+    """Old policy of the clipped ratio: recomputed by the trainer, or as sampled (bypass). Bypass
+    clips mismatch and update together and needs correction.kind=none. It saves no pass here: the
+    trainer's statistics are needed for modulation and gap, and modulation takes them at ratio 1."""
+
+    @model_validator(mode="after")
+    def _bypass(self) -> AlgorithmConfig:
+        if self.old_logp == "sampler" and self.correction.kind != "none":
+            raise ValueError(
+                f"algorithm.old_logp=sampler with algorithm.correction.kind={self.correction.kind}:"
+                " with the sampler's log-probabilities as the old policy, old policy and sampler "
+                "are the same and their ratio is 1; the clipped ratio holds the mismatch already, "
+                "and a weight would count it twice. Set algorithm.correction.kind=none or "
+                "algorithm.old_logp=trainer."
+            )
+        return self

@@ -300,11 +300,14 @@ class TokenInputs:
         advantages: modulated already when the old policy's statistics are used.
         old_logp: log-probabilities before the step.
         reference_logp: of the reference policy, or None without a penalty.
+        loss_weights: factors on the policy loss alone, without a gradient; 0 drops a token, which
+            stays in the denominator. None for no factors. Where another rank owns the token: NaN.
     """
 
     advantages: Tensor
     old_logp: Tensor
     reference_logp: Tensor | None = None
+    loss_weights: Tensor | None = None
 
 
 Modulate = Callable[[Tensor, TokenStats, Tensor], Tensor]

@@ -13,6 +13,10 @@ Who divides by what:
 So the gradient is that of  (1 / N_tok) * sum over all response tokens of the mini-batch,  whatever
 the number of micro-batches and data-parallel ranks, and padding, prompts and dummy micro-batches
 count for nothing. Returning a 2-tuple, or leaving the flag off, would silently change that.
+
+``TokenInputs.loss_weights`` multiply the policy loss of a token, after its advantage is modulated,
+and nothing else: not the penalty to the reference policy, and not the count. A token with weight 0
+is still one of the N_tok.
 """
 
 from __future__ import annotations
@@ -133,6 +137,8 @@ def policy_loss_sum(
         dual_clip=settings.dual_clip,
     )
     loss = terms.loss_T
+    if tokens.loss_weights is not None:
+        loss = loss * tokens.loss_weights[token_index].to(device)
     penalty = torch.zeros_like(old_logp)
     if tokens.reference_logp is not None:
         reference = tokens.reference_logp[token_index].to(device)
