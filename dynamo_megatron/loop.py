@@ -25,6 +25,7 @@ from dynamo_megatron.rollout.gate import check_sampler_agreement
 from dynamo_megatron.signals import StopRequested, StopSignal
 from dynamo_megatron.stages.advantages import num_zero_groups, rollout_advantages
 from dynamo_megatron.stages.allocation import num_cold, observed
+from dynamo_megatron.stages.correction import corrected_inputs
 from dynamo_megatron.stages.heldout import HeldoutStage
 from dynamo_megatron.stages.metrics import (
     rollout_metrics,
@@ -42,7 +43,6 @@ from dynamo_megatron.types import (
     OwnedStats,
     Prompt,
     RolloutGroup,
-    TokenInputs,
     TrainBatch,
 )
 
@@ -126,14 +126,11 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
     modulated = modulate_batch(
         batch, plan, old, algorithm.modulation, algorithm.clip, group=parts.group
     )
+    inputs = corrected_inputs(batch, old, modulated, reference, algorithm)
     with clock("update"):
         updates = parts.policy.update(
             plan,
-            TokenInputs(
-                advantages=modulated.batch.advantages,
-                old_logp=old.stats.logp,
-                reference_logp=reference,
-            ),
+            inputs,
             current_modulation(modulated.ranges, algorithm.modulation, algorithm.clip),
         )
     if not updates:
@@ -146,7 +143,13 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
     metrics: dict[str, MetricValue] = {
         **rollout_metrics(groups, sizes, threshold=algorithm.allocation.success_threshold),
         **token_metrics(
-            batch, old, modulated, counts_here=parts.policy.reports_tokens, group=parts.group
+            batch,
+            old,
+            modulated,
+            inputs.loss_weights,
+            algorithm.correction,
+            counts_here=parts.policy.reports_tokens,
+            group=parts.group,
         ),
         **update_metrics(updates),
         "advantage/zero_groups": float(num_zero_groups(advantages)),

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dynamo_megatron.algo.mismatch import SUMMARY_QUANTILES, mismatch_summary, mismatch_sums
+from dynamo_megatron.config import CorrectionConfig
 from dynamo_megatron.parallel.reduce import all_reduce_max, all_reduce_sum
 from dynamo_megatron.protocols import MetricValue
+from dynamo_megatron.stages.correction import correction_metrics, correction_sums
 from dynamo_megatron.stages.modulation import ModulatedBatch
 from dynamo_megatron.types import (
     Counters,
@@ -72,47 +75,55 @@ def token_metrics(
     batch: TrainBatch,
     old: OwnedStats,
     modulated: ModulatedBatch,
+    weights: Tensor | None,
+    correction: CorrectionConfig,
     *,
     counts_here: bool,
     group: ProcessGroup,
 ) -> dict[str, float]:
-    """Means over the step's response tokens, wherever they are owned.
+    """Means and quantiles over the step's response tokens, wherever they are owned.
+
+    ``rollout/ratio_*`` are quantiles of the trainer's probability over the sampler's, from a
+    histogram: see ``algo.mismatch`` for its resolution.
 
     Args:
         batch: the step's batch.
-        old: statistics of the policy that sampled.
+        old: the trainer's statistics before the update.
         modulated: the factors.
+        weights: [T] loss weights against the mismatch, or None without a correction.
+        correction: what made them.
         counts_here: this rank reports its tokens (one rank of those that own the same ones).
         group: all ranks.
 
-    Collectives on ``group``: one SUM of 7 and one MAX of 1 float64; every rank must call.
+    Collectives on ``group``: one SUM of 1208 (1212 with a correction) and one MAX of 1
+    float64, whatever the number of tokens; every rank must call.
     """
     owned = old.owned & counts_here
-    gap = (old.stats.logp - batch.sampler_logp).abs()
-    columns: tuple[Tensor, ...] = (
-        torch.ones_like(gap),
-        old.stats.entropy,
-        gap,
-        modulated.compensation > COMPENSATED_ABOVE,
-        modulated.stabilization < DAMPED_BELOW,
-        modulated.compensation,
-        modulated.stabilization,
-    )
-    sums = torch.stack([column[owned].double().sum() for column in columns])
-    gap_max = torch.cat([gap[owned], gap.new_zeros(1)]).max().double()[None]
-    total = all_reduce_sum(sums, group=group)
-    means = (total / total[0].clamp(min=1.0)).tolist()
-    names = (
-        "entropy/old_mean",
-        "rollout/logp_gap_mean",
-        "modulation/compensated_share",
-        "modulation/damped_share",
-        "modulation/compensation_mean",
-        "modulation/stabilization_mean",
-    )
-    metrics: dict[str, float] = dict(zip(names, means[1:], strict=True))
-    metrics["rollout/logp_gap_max"] = float(all_reduce_max(gap_max, group=group))
-    return metrics
+    train_logp, sampler_logp = old.stats.logp[owned], batch.sampler_logp[owned]
+    columns = {
+        "entropy/old_mean": old.stats.entropy,
+        "modulation/compensated_share": modulated.compensation > COMPENSATED_ABOVE,
+        "modulation/damped_share": modulated.stabilization < DAMPED_BELOW,
+        "modulation/compensation_mean": modulated.compensation,
+        "modulation/stabilization_mean": modulated.stabilization,
+    }
+    parts = [
+        torch.stack([column[owned].double().sum() for column in columns.values()]),
+        mismatch_sums(train_logp, sampler_logp),
+        correction_sums(weights, batch, owned, correction),
+    ]
+    gap_max = torch.cat([(train_logp - sampler_logp).abs(), train_logp.new_zeros(1)]).max()
+    total = all_reduce_sum(torch.cat(parts), group=group)
+    means, mismatch, corrected = total.split([part.numel() for part in parts])
+    summary = mismatch_summary(mismatch)
+    means = (means / max(summary.num_tokens, 1)).tolist()
+    metrics: dict[str, float] = dict(zip(columns, means, strict=True))
+    metrics["rollout/logp_gap_mean"] = summary.mean_abs_delta
+    metrics["rollout/logp_gap_max"] = float(all_reduce_max(gap_max.double()[None], group=group))
+    for quantile, ratio in zip(SUMMARY_QUANTILES, summary.ratio_quantiles, strict=True):
+        metrics[f"rollout/ratio_q{round(100 * quantile):02d}"] = ratio
+    metrics["rollout/effective_sample_size"] = summary.effective_sample_size
+    return metrics | correction_metrics(corrected, summary.num_tokens)
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dynamo_megatron.batching.split import RowLimits, plan_mini_batches
-from dynamo_megatron.config import ClipConfig, ModulationConfig
+from dynamo_megatron.config import ClipConfig, CorrectionConfig, ModulationConfig
 from dynamo_megatron.stages.metrics import token_metrics
 from dynamo_megatron.stages.modulation import modulate_batch
 from dynamo_megatron.types import OwnedStats, TokenStats
@@ -54,6 +54,8 @@ def split_over(ranks: int, config: ModulationConfig, sequences_in_row: int | Non
             batch,
             replace(old, stats=full),
             done,
+            None,
+            CorrectionConfig(),
             counts_here=True,
             group=group,
         )

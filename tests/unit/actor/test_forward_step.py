@@ -36,6 +36,7 @@ def loss_and_gradient(inputs: TokenInputs, modulate=None, settings=SETTINGS):
     logp = torch.full((3,), -1.0, requires_grad=True)
     loss, report = policy_loss_sum(statistics(logp), inputs, INDEX, settings, modulate)
     loss.backward()
+    assert logp.grad is not None
     return loss.detach(), logp.grad, report
 
 
