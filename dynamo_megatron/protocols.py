@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from dynamo_megatron.types import (
     OwnedStats,
     Prompt,
     Rollout,
+    RolloutGroup,
     TokenInputs,
     TrainBatch,
     UpdateStats,
@@ -26,7 +28,11 @@ WeightStream = Iterable[tuple[str, Tensor]]
 """Hugging Face parameter names with full, CPU-or-GPU tensors, each exactly once."""
 
 RolloutListener = Callable[[Rollout], None]
-"""Called with each rollout when it is complete, in the order of completion."""
+"""Called with each rollout when it is complete, in the order of completion. May raise: the engine
+then gives up what is left and lets the exception through."""
+
+SamplingWatch = Callable[[int, int, int], None]
+"""Told how far a sampling is: rollouts done, rollouts wanted, tokens done. (0, n, 0) begins one."""
 
 MetricValue = float | Mapping[str, int]
 """A scalar, or a histogram as a mapping from value to count."""
@@ -90,11 +96,42 @@ class RolloutEngine(Protocol):
         ...
 
 
+class SamplingPlan(Protocol):
+    """Decides the rollouts of one step, in one round or in several (rank 0)."""
+
+    def next_sizes(self) -> GroupSizes | None:
+        """Rollouts of the next round for each of the step's prompts, 0 allowed; None: enough."""
+        ...
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Look at all rollouts and verdicts of the step so far, one group for each prompt."""
+        ...
+
+
+class Scoring(Protocol):
+    """Verification while responses still arrive. Belongs to one thread."""
+
+    def submit(self, prompt: Prompt, rollout: Rollout) -> None:
+        """Have a rollout verified; returns at once. Raises when verification cannot work."""
+        ...
+
+    def verdicts(self) -> list[Verdict]:
+        """Wait for the rest: one verdict for each rollout, in the order of submission."""
+        ...
+
+
 class Reward(Protocol):
     """Verifies responses in killable processes (rank 0)."""
 
     def score(self, items: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
         """One verdict for each item, in order. A verifier's failure is a Verdict, not an error."""
+        ...
+
+    def stream(self) -> AbstractContextManager[Scoring]:
+        """The same verdicts for rollouts that arrive one at a time.
+
+        Nothing else of this object may be used until the context is left.
+        """
         ...
 
     def close(self) -> None:
@@ -159,8 +196,22 @@ class MetricsSink(Protocol):
 class Checkpointer(Protocol):
     """Saves and restores the whole run. Collective."""
 
-    def save(self, step: int, state: Mapping[str, Any], resolved_config: str | None = None) -> Path:
-        """Write a checkpoint; its completion marker comes last."""
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        resolved_config: str | None = None,
+        *,
+        rollouts: Callable[[], bytes] | None = None,
+    ) -> Path:
+        """Write a checkpoint; its completion marker comes last.
+
+        Args:
+            step: steps done.
+            state: the trainer's own.
+            resolved_config: for people.
+            rollouts: gives those that were sampled ahead, encoded; called on rank 0.
+        """
         ...
 
     def latest(self) -> Path | None:
@@ -169,4 +220,8 @@ class Checkpointer(Protocol):
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Restore model, optimizer and random state; return the trainer's own state."""
+        ...
+
+    def load_rollouts(self, path: Path) -> bytes | None:
+        """The encoded rollouts of a checkpoint that was loaded; None when there are none."""
         ...

@@ -5,6 +5,7 @@ A checkpoint is a folder ``step_00000012``::
     *.distcp, .metadata, common.pt, metadata.json   Megatron-Core's torch_dist format
     rng/rank_00000.safetensors                      random states of each rank
     trainer.json                                    the trainer's own state
+    rollouts.safetensors                            those sampled ahead, where there are any
     config.yaml                                     the resolved configuration, for people
     hf/                                             config.json, tokenizer, chat template
     complete.json                                   the completion marker, written last
@@ -19,7 +20,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ from dynamo_megatron.checkpoint.random_state import (
     restore_random_state,
 )
 from dynamo_megatron.checkpoint.shards import read_shards, write_shards
+from dynamo_megatron.checkpoint.trainer_state import encode_state
 from dynamo_megatron.checkpoint.trusted import read_common, read_index
 from dynamo_megatron.hf.files import CONFIG, companion_files
 from dynamo_megatron.parallel.broadcast import broadcast_bytes, gather_bytes
@@ -75,6 +77,7 @@ from dynamo_megatron.parallel.reduce import any_rank
 logger = logging.getLogger(__name__)
 
 STATE_FILE, CONFIG_FILE, HF_FOLDER = "trainer.json", "config.yaml", "hf"
+ROLLOUTS_FILE = "rollouts.safetensors"
 
 
 class MegatronCheckpointer:
@@ -111,7 +114,14 @@ class MegatronCheckpointer:
         self._zero = dist.get_global_rank(self._group, 0)
         self._first = policy.topology.rank == self._zero
 
-    def save(self, step: int, state: Mapping[str, Any], resolved_config: str | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        resolved_config: str | None = None,
+        *,
+        rollouts: Callable[[], bytes] | None = None,
+    ) -> Path:
         """Write a checkpoint; the completion marker comes last, then older ones are removed.
 
         Args:
@@ -119,6 +129,8 @@ class MegatronCheckpointer:
             state: the trainer's own state: JSON values with text keys. Floats come back exactly,
                 tuples as lists. Rank 0's is written.
             resolved_config: the run's configuration as YAML, kept for people.
+            rollouts: gives those that were sampled ahead, encoded; called on rank 0, when there is
+                a folder to write them to. ``load_rollouts`` returns them.
 
         Returns:
             The checkpoint's folder.
@@ -133,7 +145,7 @@ class MegatronCheckpointer:
         folder = self.directory / temporary_name(step, token.decode())
         final = self.directory / final_name(step)
         try:
-            self._write(folder, step, trainer, resolved_config)
+            self._write(folder, step, trainer, resolved_config, rollouts)
             with together(f"completing {final}", self._group):
                 if self._first:
                     publish(folder, final)
@@ -144,7 +156,14 @@ class MegatronCheckpointer:
             raise
         return final
 
-    def _write(self, folder: Path, step: int, trainer: bytes, config: str | None) -> None:
+    def _write(
+        self,
+        folder: Path,
+        step: int,
+        trainer: bytes,
+        config: str | None,
+        rollouts: Callable[[], bytes] | None,
+    ) -> None:
         doing = f"writing {folder}"
         rank = self.policy.topology.rank
         with together(doing, self._group):
@@ -163,6 +182,8 @@ class MegatronCheckpointer:
                 write_file(folder / STATE_FILE, trainer)
                 if config is not None:
                     write_file(folder / CONFIG_FILE, config.encode())
+                if rollouts is not None:
+                    write_file(folder / ROLLOUTS_FILE, rollouts())
                 if self._hf_source is not None:
                     copy_hf_files(self._hf_source, folder / HF_FOLDER)
         gathered = gather_bytes(json.dumps(hashes).encode(), group=self._group)
@@ -247,10 +268,26 @@ class MegatronCheckpointer:
         self._restore_random_state(path, manifest)
         return json.loads(trainer)
 
-    def load_weights(self, path: Path) -> int:
-        """Restore the weights alone, for evaluation or export; optimizers may differ.
+    def load_rollouts(self, path: Path) -> bytes | None:
+        """The encoded rollouts that were sampled ahead, or None; equal on every rank.
 
-        Afterwards the optimizer holds copies of the old weights: do not train with it.
+        Of a checkpoint that ``load`` has read: that has compared the file's hash.
+
+        Raises:
+            CheckpointError: the file cannot be read. The same on every rank.
+        """
+        content: bytes | None = None
+        with together(f"reading {path / ROLLOUTS_FILE}", self._group):
+            if self._first and ROLLOUTS_FILE in read_manifest(path).files:
+                content = (path / ROLLOUTS_FILE).read_bytes()
+        # An encoding is never empty.
+        return broadcast_bytes(content or b"", src=self._zero, group=self._group) or None
+
+    def load_weights(self, path: Path) -> int:
+        """Restore the weights alone; optimizers may differ.
+
+        Afterwards the optimizer may hold copies of the old weights: before training with it, call
+        ``MegatronPolicy.start_from_present_weights``.
 
         Returns:
             The training steps done at ``path``.
@@ -297,9 +334,11 @@ class MegatronCheckpointer:
 
     def _require_same_model(self, path: Path, manifest: Manifest, *, weights_only: bool) -> None:
         if differences := different_keys(manifest.fingerprint, self.fingerprint):
+            advice = "Set model.* as it was, or point run.dir to a new folder."
+            if weights_only:
+                advice = "Set model.path and model.dtype to those of its model."
             raise CheckpointError(
-                f"{path} is a checkpoint of another model. {'; '.join(differences)}. Set "
-                "model.* as it was, or point run.dir to a new folder."
+                f"{path} is a checkpoint of another model. {'; '.join(differences)}. {advice}"
             )
         if manifest.optimizer == WEIGHTS_ONLY and not weights_only:
             raise CheckpointError(
@@ -354,35 +393,6 @@ def _tell_other_version(path: Path, manifest: Manifest) -> None:
             path,
             manifest.megatron_core,
             installed,
-        )
-
-
-def encode_state(state: Mapping[str, Any]) -> bytes:
-    """JSON of the trainer's state; floats keep every bit.
-
-    Raises:
-        ValueError: a key is not text or a value not of JSON, and would come back as another.
-    """
-    _require_json(state, "state")
-    return json.dumps(state).encode()
-
-
-def _require_json(value: Any, where: str) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise ValueError(
-                    f"{where} has the key {key!r} ({type(key).__name__}); JSON has text keys only "
-                    "and would return it as another. Store pairs in a list instead."
-                )
-            _require_json(inner, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            _require_json(inner, f"{where}[{index}]")
-    elif value is not None and type(value) not in (str, int, float, bool):
-        raise ValueError(
-            f"{where} is a {type(value).__name__}, which JSON cannot hold. Convert it to numbers, "
-            "text, lists and dicts."
         )
 
 

@@ -13,14 +13,16 @@ import re
 import select
 import sys
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from dynamo_megatron.reward.integer_answer import parse_reference
+from dynamo_megatron.reward.job import Job
 from dynamo_megatron.reward.process import Task, WorkerProcess
+from dynamo_megatron.reward.stream import ScoringSession
 from dynamo_megatron.reward.worker import FAILED, READY
 from dynamo_megatron.types import Prompt, Rollout, Verdict, VerdictStatus
 
@@ -45,9 +47,6 @@ MAX_DEATHS = 2
 
 MAX_FAILED_STARTS = 3
 """So many workers in a row that do not start end the run."""
-
-CHUNK_ITEMS, CHUNK_CHARS = 32, 1 << 22
-"""Most items, and most characters (but at least one item), sent to a worker at a time."""
 
 _POLL_S = 0.1
 _SPEC = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -102,6 +101,7 @@ class RewardPool:
         self._memory_limit = memory_limit_bytes
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
+        self._streaming = False
         self._launcher: ThreadPoolExecutor | None = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="reward-launcher"
         )
@@ -135,8 +135,8 @@ class RewardPool:
             _check_references(prompts)
         if self._verifier == MATH:
             as_text = self._unreadable(prompts)
-        self._start_workers()
-        self._run(deque(), [], await_start=True)
+        self._begin()
+        self._run(Job(), await_start=True)
         return as_text
 
     def score(self, items: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
@@ -151,13 +151,29 @@ class RewardPool:
         ]
         return self._verify(tasks)
 
+    @contextmanager
+    def stream(self) -> Iterator[ScoringSession]:
+        """Verify rollouts while they arrive.
+
+        The verdicts are those of ``score``. No other method may be called until it is left; leaving
+        it before ``verdicts()`` drops what is under way.
+
+        Raises:
+            RewardError: the pool is closed, or a session is open.
+        """
+        self._begin()
+        self._streaming = True
+        try:
+            with ScoringSession(self._run) as session:
+                yield session
+        finally:
+            self._streaming = False
+
     def _verify(self, tasks: Sequence[Task]) -> list[Verdict]:
-        self._start_workers()
-        verdicts: list[Verdict | None] = [None] * len(tasks)
-        self._run(deque(_chunks(tasks, self._num_workers)), verdicts)
-        complete = [verdict for verdict in verdicts if verdict is not None]
-        assert len(complete) == len(tasks), "the pool stopped before every item had a verdict"
-        return complete
+        self._begin()
+        job = Job(tasks)
+        self._run(job)
+        return job.in_order()
 
     def _unreadable(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
         """Problems whose reference math-verify cannot read, found in a worker of their own."""
@@ -196,40 +212,41 @@ class RewardPool:
         self._launcher.shutdown()
         self._launcher = None
 
-    def _run(
-        self,
-        queue: deque[list[Task]],
-        verdicts: list[Verdict | None],
-        *,
-        await_start: bool = False,
-    ) -> None:
-        """Work until the queue is empty and nothing is under way."""
+    def _run(self, job: Job, *, await_start: bool = False) -> None:
+        """Work until nothing waits, is under way or can still come."""
         try:
             while True:
                 # Taken before the pipes are read, so that a result that is there is never late.
                 now = time.monotonic()
                 for worker in list(self._workers):
-                    self._serve(worker, now, queue, verdicts)
+                    self._serve(worker, now, job)
+                growing = job.growing  # before looking at what waits: the last item is not missed
                 # Only now, when workers that died idle are replaced: no item is charged for them.
-                self._assign(queue)
+                self._assign(job)
                 starting = await_start and not all(worker.ready for worker in self._workers)
-                if not (queue or starting or any(worker.tasks for worker in self._workers)):
+                busy = any(worker.tasks for worker in self._workers)
+                if not (job.waiting or starting or busy or growing):
                     return
-                self._wait()
+                if job.cancelled:
+                    self._end_workers()  # they may be in the middle of something
+                    return
+                self._wait(job)
         except BaseException:
             # The workers are in the middle of something: the next call must not see its results.
             self._end_workers()
             raise
 
-    def _assign(self, queue: deque[list[Task]]) -> None:
+    def _assign(self, job: Job) -> None:
         for worker in self._workers:
-            if queue and worker.ready and not worker.tasks:
-                worker.assign(queue.popleft(), timeout_s=self._timeout_s)
+            if job.waiting and worker.ready and not worker.tasks:
+                worker.assign(job.take(self._num_workers), timeout_s=self._timeout_s)
 
-    def _wait(self) -> None:
+    def _wait(self, job: Job) -> None:
         """Sleep until a worker can be served, a deadline passes, or a moment has gone by."""
         poll = select.poll()
         deadline = time.monotonic() + _POLL_S
+        if job.bell is not None:
+            poll.register(job.bell, select.POLLIN)
         for worker in self._workers:
             if not worker.ready or worker.tasks:
                 poll.register(worker.readable, select.POLLIN)
@@ -237,25 +254,20 @@ class RewardPool:
             if worker.writable is not None:
                 poll.register(worker.writable, select.POLLOUT)
         poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        job.hush()
 
-    def _serve(
-        self,
-        worker: WorkerProcess,
-        now: float,
-        queue: deque[list[Task]],
-        verdicts: list[Verdict | None],
-    ) -> None:
+    def _serve(self, worker: WorkerProcess, now: float, job: Job) -> None:
         """Take a worker's messages, then deal with its end or its deadline."""
         for message in worker.exchange(timeout_s=self._timeout_s):
             if not worker.ready:
                 self._take_start(worker, message)
-            elif not self._take_result(worker, message, verdicts):
+            elif not self._take_result(worker, message, job):
                 worker.gone, worker.fault = True, "broke the protocol"
                 break
         if worker.gone:
-            self._bury(worker, queue, verdicts)
+            self._bury(worker, job)
         elif now > worker.deadline and (worker.tasks or not worker.ready):
-            self._time_out(worker, queue, verdicts)
+            self._time_out(worker, job)
 
     def _take_start(self, worker: WorkerProcess, message: Any) -> None:
         kind, detail = message
@@ -265,9 +277,7 @@ class RewardPool:
         elif kind == FAILED:
             worker.fault = str(detail)
 
-    def _take_result(
-        self, worker: WorkerProcess, message: Any, verdicts: list[Verdict | None]
-    ) -> bool:
+    def _take_result(self, worker: WorkerProcess, message: Any, job: Job) -> bool:
         """Record the result of the worker's first task; False where it is none."""
         match message:
             case [int(index), str(status), float(reward), bool(formatted), str(found), str(text)]:
@@ -276,7 +286,7 @@ class RewardPool:
                 return False
         if not worker.tasks or index != worker.tasks[0].index:
             return False
-        verdicts[worker.tasks.popleft().index] = Verdict(
+        job.verdicts[worker.tasks.popleft().index] = Verdict(
             reward=reward,
             status=VerdictStatus(status),
             formatted=formatted,
@@ -286,9 +296,7 @@ class RewardPool:
         worker.deadline = time.monotonic() + self._timeout_s
         return True
 
-    def _bury(
-        self, worker: WorkerProcess, queue: deque[list[Task]], verdicts: list[Verdict | None]
-    ) -> None:
+    def _bury(self, worker: WorkerProcess, job: Job) -> None:
         """Replace a worker that ended; the task it was at is tried once more."""
         how = self._remove(worker)
         if not worker.ready:
@@ -297,38 +305,31 @@ class RewardPool:
             first = worker.tasks.popleft()
             again = replace(first, deaths=first.deaths + 1)
             _LOG.warning("a reward worker %s on item %d (death %d)", how, again.index, again.deaths)
-            self._requeue(worker, queue)
+            job.put_back(worker.tasks)
             if again.deaths < MAX_DEATHS:
-                queue.appendleft([again])
+                job.put_back([again])
             else:
-                verdicts[again.index] = Verdict(
+                job.verdicts[again.index] = Verdict(
                     reward=0.0,
                     status=VerdictStatus.CRASH,
                     message=f"the worker {how}; tried {again.deaths} times",
                 )
         self._start_workers()
 
-    def _time_out(
-        self, worker: WorkerProcess, queue: deque[list[Task]], verdicts: list[Verdict | None]
-    ) -> None:
+    def _time_out(self, worker: WorkerProcess, job: Job) -> None:
         """Kill a worker that is too slow; the task it was at is the only one to pay."""
         self._remove(worker)
         if not worker.ready:
             self._count_failed_start(f"was not ready after {START_LIMIT_S:g} s")
         else:
             first = worker.tasks.popleft()
-            verdicts[first.index] = Verdict(
+            job.verdicts[first.index] = Verdict(
                 reward=0.0,
                 status=VerdictStatus.TIMEOUT,
                 message=f"not verified within {self._timeout_s:g} s",
             )
-            self._requeue(worker, queue)
+            job.put_back(worker.tasks)
         self._start_workers()
-
-    @staticmethod
-    def _requeue(worker: WorkerProcess, queue: deque[list[Task]]) -> None:
-        if worker.tasks:
-            queue.appendleft(list(worker.tasks))
 
     def _remove(self, worker: WorkerProcess) -> str:
         self._workers.remove(worker)
@@ -348,9 +349,19 @@ class RewardPool:
             f"`{sys.executable} -c 'import {module}'` shows the import on its own."
         )
 
+    def _begin(self) -> None:
+        if self._streaming:
+            raise RewardError(
+                "a streaming session of this reward pool is open, and its thread has the workers. "
+                "Leave the session first."
+            )
+        self._start_workers()
+
     def _start_workers(self) -> None:
         if self._launcher is None:
-            raise RewardError("the reward pool is closed: score() and check() come before close().")
+            raise RewardError(
+                "the reward pool is closed: score() and the like come before close()."
+            )
         while len(self._workers) < self._num_workers:
             self._workers.append(
                 WorkerProcess(
@@ -372,20 +383,6 @@ def _is_integer(answer: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _chunks(tasks: Sequence[Task], num_workers: int) -> list[list[Task]]:
-    """Cut tasks into messages: few enough to be cheap, small enough to share out evenly."""
-    longest = min(CHUNK_ITEMS, max(1, len(tasks) // (4 * num_workers)))
-    chunks: list[list[Task]] = []
-    chars = 0
-    for task in tasks:
-        if not chunks or len(chunks[-1]) == longest or chars + task.num_chars > CHUNK_CHARS:
-            chunks.append([])
-            chars = 0
-        chunks[-1].append(task)
-        chars += task.num_chars
-    return chunks
 
 
 def _check_references(prompts: Sequence[Prompt]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
@@ -14,8 +14,16 @@ from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.parallel.codec import decode_groups, encode_groups
 from dynamo_megatron.parallel.control import ControlPlane
 from dynamo_megatron.parallel.reduce import raise_together
-from dynamo_megatron.protocols import Reward, RolloutEngine, WeightStream
+from dynamo_megatron.protocols import (
+    Reward,
+    RolloutEngine,
+    SamplingPlan,
+    SamplingWatch,
+    WeightStream,
+)
 from dynamo_megatron.stages.allocation import allocate
+from dynamo_megatron.stages.background import Background
+from dynamo_megatron.stages.rounds import OneRound, Sampling, sample_rounds
 from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup
 
 
@@ -30,6 +38,8 @@ class RolloutTier:
         group: all ranks.
         temperature: of the sampled policy.
         seed: the run's.
+        watch: told on rank 0 how far a sampling is; maybe from another thread.
+        background: holds what ``start`` began.
     """
 
     engine: RolloutEngine | None
@@ -38,6 +48,8 @@ class RolloutTier:
     group: ProcessGroup
     temperature: float
     seed: int
+    watch: SamplingWatch | None = None
+    background: Background = field(default_factory=Background)
 
     def load_weights(self, weights: WeightStream, *, version: int) -> None:
         """Give the engine the current weights.
@@ -75,48 +87,73 @@ class RolloutTier:
         temperature: float | None = None,
     ) -> list[RolloutGroup]:
         """Exactly ``sizes`` verified rollouts of each prompt, in prompt order, on every rank."""
+        return self.sample_plan(prompts, OneRound(sizes), step=step, temperature=temperature)
 
-        def work() -> bytes:
+    def sample_plan(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        *,
+        step: int,
+        temperature: float | None = None,
+    ) -> list[RolloutGroup]:
+        """The verified rollouts that a plan asks for in its rounds, on every rank.
+
+        Args:
+            prompts: the step's.
+            plan: asked on rank 0 only.
+            step: enters the seeds.
+            temperature: the tier's own by default.
+
+        Returns:
+            One group for each prompt, in prompt order; its size is the sum over the rounds.
+        """
+        work = self._work(prompts, plan, step, temperature)
+        return decode_groups(self.control.run_on_zero(lambda: work(_go_on), "rollout"))
+
+    def start(self, prompts: Sequence[Prompt], plan: SamplingPlan, *, step: int) -> None:
+        """Begin ``sample_plan`` in the background and return at once; not collective.
+
+        Until ``finish`` nothing else of the tier may be used: weights stay as they are.
+        """
+        if self.engine is not None:
+            work = self._work(prompts, plan, step, None)
+            self.background.start(work, name=f"rollouts of step {step}")
+
+    def finish(self) -> list[RolloutGroup]:
+        """Wait for what ``start`` began; the groups on every rank, or its error on every rank."""
+        return decode_groups(self.control.run_on_zero(self.background.result, "rollout"))
+
+    def close(self) -> None:
+        """End what runs in the background, engine and verifiers. Not collective."""
+        with ExitStack() as closing:
+            for part in (self.reward, self.engine):
+                if part is not None:
+                    closing.callback(part.close)
+            closing.callback(self.background.abandon)
+
+    def _work(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        step: int,
+        temperature: float | None,
+    ) -> Callable[[Callable[[], None]], bytes]:
+        """Rank 0's work, to be called with a check that raises when it is to be given up."""
+
+        def work(check: Callable[[], None]) -> bytes:
             assert self.engine is not None and self.reward is not None, "rank 0 holds both"
-            rollouts = self.engine.generate(
-                prompts,
-                sizes,
+            sampling = Sampling(
                 step=step,
                 temperature=self.temperature if temperature is None else temperature,
                 seed=self.seed,
+                watch=self.watch,
+                check=check,
             )
-            by_id = {prompt.id: prompt for prompt in prompts}
-            verdicts = self.reward.score([(by_id[r.prompt_id], r) for r in rollouts])
-            return encode_groups(_grouped(prompts, sizes, rollouts, verdicts))
+            return encode_groups(sample_rounds(self.engine, self.reward, prompts, plan, sampling))
 
-        return decode_groups(self.control.run_on_zero(work, "rollout"))
-
-    def close(self) -> None:
-        """End engine and verifiers. Not collective."""
-        with ExitStack() as closing:
-            for part in (self.engine, self.reward):
-                if part is not None:
-                    closing.callback(part.close)
+        return work
 
 
-def _grouped(prompts, sizes: GroupSizes, rollouts, verdicts) -> list[RolloutGroup]:
-    """Groups by prompt id; refuses a count that is not the one allocated."""
-    members: dict[str, list] = {prompt.id: [] for prompt in prompts}
-    for rollout, verdict in zip(rollouts, verdicts, strict=True):
-        members[rollout.prompt_id].append((rollout, verdict))
-    groups = []
-    for prompt, size in zip(prompts, sizes.sizes, strict=True):
-        pairs = sorted(members[prompt.id], key=lambda pair: pair[0].index)
-        if len(pairs) != size:
-            raise RuntimeError(
-                f"the rollout engine returned {len(pairs)} responses for prompt {prompt.id}, "
-                f"{size} were allocated: the step's budget would not be what was decided."
-            )
-        groups.append(
-            RolloutGroup(
-                prompt=prompt,
-                rollouts=tuple(rollout for rollout, _ in pairs),
-                verdicts=tuple(verdict for _, verdict in pairs),
-            )
-        )
-    return groups
+def _go_on() -> None:
+    """Nobody gives up a call that is waited for."""

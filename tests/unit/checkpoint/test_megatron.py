@@ -8,7 +8,8 @@ import torch
 
 from dynamo_megatron.checkpoint.errors import CheckpointError
 from dynamo_megatron.checkpoint.manifest import model_fingerprint
-from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer, encode_state
+from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer
+from dynamo_megatron.checkpoint.trainer_state import encode_state
 from tests.policies import hf_weights, write_qwen3
 from tests.ranks import run_on_ranks
 from tests.unit.checkpoint.helpers import assert_same, checkpointer, everything, policy, train
@@ -211,3 +212,41 @@ def test_keeping_no_checkpoint_is_refused(model_dir, tmp_path):
             checkpointer(run, tmp_path, keep=0)
 
     run_on_ranks(work, 1)
+
+
+def test_rollouts_sampled_ahead_are_part_of_the_checkpoint(model_dir, tmp_path):
+    content = bytes(range(256)) * 5
+
+    def work():
+        with policy(model_dir) as run:
+            saved = checkpointer(run, tmp_path / "c")
+            saved.save(1, {}, rollouts=lambda: content)
+            with_rollouts = saved.latest()
+            saved.load(with_rollouts)
+            saved.save(2, {})
+            return saved.load_rollouts(with_rollouts), saved.load_rollouts(saved.latest())
+
+    assert run_on_ranks(work, 1) == [(content, None)]
+    folder = tmp_path / "c" / "step_00000001"
+    marker = json.loads((folder / "complete.json").read_text())
+    assert marker["files"]["rollouts.safetensors"]["size"] == 1280
+    file = folder / "rollouts.safetensors"
+    file.write_bytes(b"\1" + content[1:])
+    assert f"{file} has the right size but another SHA-256" in refusal(model_dir, folder)
+    file.unlink()
+    assert f"{file} is missing" in refusal(model_dir, folder)
+
+
+def test_rollouts_that_cannot_be_written_leave_no_checkpoint(model_dir, tmp_path):
+    def full() -> bytes:
+        raise OSError(28, "No space left on device")
+
+    def work():
+        with policy(model_dir) as run:
+            saved = checkpointer(run, tmp_path)
+            with pytest.raises(CheckpointError, match="free some space"):
+                saved.save(1, {}, rollouts=full)
+            return saved.latest()
+
+    assert run_on_ranks(work, 1) == [None]
+    assert list(tmp_path.iterdir()) == []
