@@ -16,7 +16,8 @@ from dynamo_megatron.actor.policy import MegatronPolicy, PolicySettings
 from dynamo_megatron.actor.topology import Topology
 from dynamo_megatron.assets import model_folder
 from dynamo_megatron.batching.split import RowLimits, row_multiple
-from dynamo_megatron.checkpoint.manifest import model_fingerprint
+from dynamo_megatron.checkpoint.errors import CheckpointError
+from dynamo_megatron.checkpoint.manifest import MARKER, model_fingerprint
 from dynamo_megatron.checkpoint.megatron import MegatronCheckpointer
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.prompts import tokenize_prompts
@@ -74,6 +75,12 @@ def read_inputs(config: Config) -> Inputs:
         ValueError: anything about them that cannot work, before hours are spent.
     """
     model_dir = model_folder(config.model.path)
+    if (model_dir / MARKER).is_file():
+        raise ValueError(
+            f"model.path={config.model.path} is a Megatron checkpoint, which has no tokenizer and "
+            "no Hugging Face weights. Set model.weights to it, and model.path to the Hugging Face "
+            "folder of the same model."
+        )
     tokenizer = load_tokenizer(model_dir)
     arch = read_architecture(model_dir)
     _check_lengths(config, arch)
@@ -197,6 +204,27 @@ def build_checkpointer(
         fingerprint=model_fingerprint(inputs.arch, DTYPES[config.model.dtype]),
         hf_source=inputs.model_dir,
     )
+
+
+def load_start_weights(
+    config: Config, policy: MegatronPolicy, checkpointer: MegatronCheckpointer
+) -> None:
+    """Start from the weights of ``model.weights``, where it is set. Collective.
+
+    A resumed run does so too: its KL penalty is against the policy that the run started from.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint, or of another model.
+    """
+    if config.model.weights is None:
+        return
+    path = Path(config.model.weights).expanduser()
+    try:
+        step = checkpointer.load_weights(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"model.weights={config.model.weights}: {error}") from error
+    policy.start_from_present_weights()
+    logger.info("the weights to start from are those of %s (%d steps)", path, step)
 
 
 def build_tier(

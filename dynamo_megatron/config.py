@@ -42,6 +42,8 @@ class ModelConfig(Section):
 
     path: str
     """A Hugging Face model folder, or ``builtin:tiny`` for the one that ships."""
+    weights: str | None = None
+    """A Megatron checkpoint of this model, converted or a run's: its weights start the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; gradients and optimizer state are float32."""
     recompute: bool = False

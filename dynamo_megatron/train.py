@@ -130,6 +130,7 @@ def _run(config: Config, control, stop) -> None:
     )
     policy = build.build_policy(config, inputs, topology)
     checkpointer = build.build_checkpointer(config, inputs, policy)
+    build.load_start_weights(config, policy, checkpointer)
     state, saved_step = _resume(config, checkpointer)
     tier = _build_tier(config, inputs, topology, control)
     if topology.rank == 0:

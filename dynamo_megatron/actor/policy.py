@@ -143,6 +143,16 @@ class MegatronPolicy:
             self.module, self.arch, self.topology, vocab_multiple=self.settings.vocab_multiple
         )
 
+    def start_from_present_weights(self) -> None:
+        """Take weights that were loaded after construction as those that the run starts from.
+
+        They are the reference of the KL penalty, and the optimizer copies them where it keeps
+        copies. Not for weights that are being trained: the optimizer's copies are more exact.
+        """
+        self.optimizer.reload_model_params()
+        if self._reference is not None:
+            self._reference = [p.detach().clone() for p in self.module.parameters()]
+
     def token_stats(self, batch: TrainBatch, plan: Sequence[MiniBatch]) -> OwnedStats:
         """Statistics of the policy as it is, for the response tokens whose loss this rank owns."""
         num_tokens = batch.num_response_tokens
