@@ -21,6 +21,7 @@ from dynamo_megatron.rollout.kv_cache import (
 )
 from dynamo_megatron.rollout.sampling import uniforms_for
 from dynamo_megatron.rollout.seeds import rollout_seed
+from dynamo_megatron.rollout.servable import require_servable
 from dynamo_megatron.rollout.weights import copy_weights
 from dynamo_megatron.types import FinishReason, GroupSizes, Prompt, Rollout
 
@@ -138,7 +139,13 @@ class HfEngine:
                 "no complete set of weights is loaded, so the samples would come from an unknown "
                 "policy. Call load_weights before generate."
             )
-        self._require_servable(prompts, sizes, temperature)
+        require_servable(
+            prompts,
+            sizes,
+            temperature,
+            max_tokens=self._max_tokens,
+            limit=self._model.config.max_position_embeddings,
+        )
         spec = DecodeSpec(
             max_tokens=self._max_tokens,
             temperature=temperature,
@@ -201,32 +208,6 @@ class HfEngine:
             )
             for i, row in enumerate(rows)
         ]
-
-    def _require_servable(
-        self, prompts: Sequence[Prompt], sizes: GroupSizes, temperature: float | None
-    ) -> None:
-        """Refuse what cannot be answered in full, before anything is sampled."""
-        ids = tuple(prompt.id for prompt in prompts)
-        if ids != sizes.prompt_ids:
-            raise RolloutError(
-                f"{len(ids)} prompts and the sizes of {len(sizes.prompt_ids)} came, or in another "
-                "order: rollouts would go to the wrong prompts. Pass the prompts in the order of "
-                "sizes.prompt_ids."
-            )
-        if temperature is not None and temperature <= 0:
-            raise RolloutError(
-                f"temperature={temperature}: softmax(logits / temperature) needs it above 0. For "
-                "greedy decoding pass None."
-            )
-        limit = self._model.config.max_position_embeddings
-        for prompt in prompts:
-            length = len(prompt.token_ids)
-            if not 1 <= length <= limit - self._max_tokens:
-                raise RolloutError(
-                    f"prompt {prompt.id} has {length} tokens and its response may have "
-                    f"{self._max_tokens}, but it needs at least 1 and the model has {limit} "
-                    "positions. Lower rollout.max_tokens or data.max_prompt_tokens."
-                )
 
 
 def _ragged(values_BT: Tensor, decoded: Decoded) -> list[list]:

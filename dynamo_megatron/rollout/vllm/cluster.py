@@ -1,0 +1,303 @@
+"""Ray: a local one on the loopback, or the cluster's. The only module that imports it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm.wire import ReplicaFacts, ReplicaSettings
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+logger = logging.getLogger(__name__)
+
+CALLS_AT_ONCE = 4
+"""Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
+SHORT_TEMP = 40
+"""Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
+
+
+class ReplicaLostError(RuntimeError):
+    """A replica's process is gone."""
+
+
+class RayCluster:
+    """A connection to Ray with room for the replicas. Close it to leave nothing behind.
+
+    Args:
+        address: of a running cluster (``auto``, or host:port); None starts a Ray on this machine
+            that listens on the loopback only and ends with this process.
+        num_replicas: that will be placed.
+        gpus_per_replica: 0 on a CPU.
+        gpu_ids: GPUs of this machine that a Ray started here may give out.
+        object_store_bytes: room for weights on their way, where Ray is started here.
+        timeout_s: for the placement.
+
+    Raises:
+        RolloutError: no Ray at the address, or it has no room.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        num_replicas: int,
+        gpus_per_replica: int,
+        gpu_ids: Sequence[str] = (),
+        object_store_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._temp: str | None = None
+        self._address = address
+        self._gpus = gpus_per_replica
+        self._closed = False
+        self._lock = threading.Lock()
+        if address is None:
+            self._start(num_replicas, gpu_ids, object_store_bytes)
+        else:
+            self._join(address)
+        try:
+            self._group = self._place(num_replicas, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_local(self) -> bool:
+        """Ray was started here."""
+        return self._address is None
+
+    def own_address(self) -> str:
+        """This node's address, as the other nodes of the cluster reach it."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def replica(self, number: int, settings: ReplicaSettings) -> RayReplica:
+        """Start a replica's process in its place. Its engine is not built yet."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from dynamo_megatron.rollout.vllm.replica import Replica
+
+        actor_class = ray.remote(Replica).options(
+            num_cpus=1,
+            num_gpus=self._gpus,
+            max_concurrency=CALLS_AT_ONCE,
+            max_restarts=0,  # a restarted replica must be given its weights first
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=number
+            ),
+            runtime_env={"env_vars": _replica_environment(settings)},
+        )
+        return RayReplica(number, actor_class.remote(settings))
+
+    def put(self, value: Any) -> Any:
+        """Store an object; returns its reference."""
+        import ray
+
+        return ray.put(value)
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """The results of calls, in order.
+
+        Raises:
+            ReplicaLostError: a replica's process died.
+            RolloutError: a call failed, with its reason; or took longer than ``timeout_s``.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        try:
+            return ray.get(list(tickets), timeout=timeout_s)
+        except GetTimeoutError:
+            raise RolloutError(f"a replica did not answer within {timeout_s:g} s.") from None
+        except RayError as error:
+            raise translated(error) from error
+
+    def first_done(self, tickets: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those of the calls that have ended, after the first one or ``timeout_s``."""
+        import ray
+
+        ready, _ = ray.wait(list(tickets), num_returns=1, timeout=timeout_s)
+        if not ready:
+            return []
+        more, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=0)
+        return more
+
+    def close(self) -> None:
+        """End the replicas and give their place back; end Ray where it was started here."""
+        import ray
+
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if ray.is_initialized():
+            if not self.is_local:
+                _remove_placement(self)
+            ray.shutdown()
+        if self._temp is not None:
+            shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _start(self, num_replicas: int, gpu_ids: Sequence[str], object_store_bytes: int) -> None:
+        # Read by Ray when it is imported: node addresses are then the loopback's.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        self._temp = tempfile.mkdtemp(prefix="dynamo-ray-", dir=_short_temp())
+        with _quiet_start(), _visible(gpu_ids):
+            _init(
+                address="local",
+                num_cpus=num_replicas,
+                num_gpus=len(gpu_ids),
+                object_store_memory=object_store_bytes,
+                _temp_dir=self._temp,
+                _node_ip_address="127.0.0.1",
+            )
+
+    def _join(self, address: str) -> None:
+        with _quiet_start():
+            _init(address=address)
+
+    def _place(self, num_replicas: int, timeout_s: float) -> Any:
+        import ray
+
+        bundle: dict[str, float] = {"CPU": 1}
+        if self._gpus:
+            bundle["GPU"] = self._gpus
+        group = ray.util.placement_group([bundle] * num_replicas, strategy="PACK")
+        if not group.wait(timeout_s):
+            free = ray.available_resources()
+            ray.util.remove_placement_group(group)
+            raise RolloutError(
+                f"Ray has no room for rollout.vllm.replicas={num_replicas} with "
+                f"{', '.join(f'{n:g} {kind}' for kind, n in bundle.items())} each: within "
+                f"{timeout_s:g} s it had {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU "
+                "free. A replica's GPUs must be on one node. Lower rollout.vllm.replicas or "
+                "rollout.vllm.tensor, or give the cluster more nodes."
+            )
+        return group
+
+
+class RayReplica:
+    """The handle of a replica."""
+
+    def __init__(self, number: int, actor: Any) -> None:
+        self.number = number
+        self.facts: ReplicaFacts | None = None
+        self._actor = actor
+
+    @property
+    def host(self) -> str:
+        """Address of its node."""
+        assert self.facts is not None, "the replica was not started"
+        return self.facts.host
+
+    def call(self, method: str, *args: Any) -> ObjectRef:
+        """Start a method; returns a ticket."""
+        return getattr(self._actor, method).remote(*args)
+
+    def kill(self) -> None:
+        """End its process, now, even a frozen one."""
+        import ray
+
+        ray.kill(self._actor, no_restart=True)
+
+
+def translated(error: Exception) -> Exception:
+    """What a failed call says to people: the cause, without Ray's frame."""
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        text = str(cause).strip()
+        return RolloutError(text if isinstance(cause, RuntimeError) else f"{cause!r}: {text}")
+    if isinstance(error, RayActorError | OutOfMemoryError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return ReplicaLostError(f"its process died: {lines[-1] if lines else error!r}")
+    return RolloutError(f"Ray failed: {str(error).strip()}")
+
+
+def _replica_environment(settings: ReplicaSettings) -> dict[str, str]:
+    """Read before the replica's first line runs, by OpenMP."""
+    threads = {} if settings.use_gpu else {"OMP_NUM_THREADS": str(settings.threads)}
+    return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **threads}
+
+
+def _init(**arguments: Any) -> None:
+    import ray
+
+    if ray.is_initialized():
+        raise RolloutError("this process is connected to a Ray already; end that one first.")
+    try:
+        ray.init(
+            include_dashboard=False if arguments["address"] == "local" else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace=f"dynamo-megatron-{os.getpid()}",
+            **arguments,
+        )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+        address = arguments["address"]
+        what = (
+            "Ray could not be started on this machine"
+            if address == "local"
+            else f"no Ray answers at rollout.vllm.ray_address={address}"
+        )
+        raise RolloutError(f"{what}: {str(error).strip()}") from error
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Keep Ray's hands off this process's signals, and its words off the terminal."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    main = threading.current_thread() is threading.main_thread()
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = logging.getLogger("ray").level
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.getLogger("ray").setLevel(before)
+        if main:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _visible(gpu_ids: Sequence[str]) -> Iterator[None]:
+    """While Ray starts: the GPUs that it may give out. This process keeps its own."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpu_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+    try:
+        yield
+    finally:
+        if gpu_ids and before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        elif before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _remove_placement(cluster: RayCluster) -> None:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.util.remove_placement_group(cluster._group)
+    except (AttributeError, RayError) as error:
+        logger.warning("the placement on the cluster was not given back: %s", error)
+
+
+def _short_temp() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= SHORT_TEMP else str(Path("/tmp"))

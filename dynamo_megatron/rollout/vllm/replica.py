@@ -1,0 +1,353 @@
+"""A replica: vLLM's engine in a process of its own, driven by one call at a time.
+
+The engine steps in a thread, so that it never waits for the trainer; a call brings new requests and
+takes the responses that are complete. Runs in a Ray actor; nothing here knows of Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo_megatron.rollout.vllm.wire import (
+    Exchange,
+    ReplicaFacts,
+    ReplicaSettings,
+    Sample,
+    SampleRequest,
+    Sampling,
+    UpdateAudit,
+)
+from dynamo_megatron.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 0.01
+"""Responses that complete within this time travel together."""
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "VLLM_CPU_KVCACHE_SPACE",
+)
+"""Of torchrun, which would be read as this engine's own; and what would override its settings."""
+
+
+class ReplicaError(RuntimeError):
+    """The engine failed, or was asked for what it must not do."""
+
+
+class Replica:
+    """One vLLM engine. Calls may come from several threads.
+
+    Args:
+        settings: of the engine.
+    """
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._engine: Any = None
+        self._version: int | None = None
+        self._inbox: deque[tuple[SampleRequest, Sampling]] = deque()
+        self._outbox: list[Sample] = []
+        self._held: dict[str, tuple[int, float]] = {}  # version and start of each request
+        self._failure: BaseException | None = None
+        self._steps = 0
+        self._closing = False
+        # The engine is touched under this lock only; the other two guard what calls exchange.
+        self._engine_lock = threading.Lock()
+        self._arrived = threading.Condition()
+        self._completed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+
+    def start(self) -> ReplicaFacts:
+        """Build the engine; takes from seconds to minutes."""
+        if self._engine is None:
+            prepare_environment(self._settings)
+            self._engine = build_engine(self._settings)
+            if self._settings.load_weights:
+                self._version = 0
+            self._thread.start()
+        return ReplicaFacts(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            parameters=self._rpc("dynamo_parameters")[0],
+            kv_cache_tokens=_kv_cache_tokens(self._engine),
+        )
+
+    def exchange(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, wait_s: float
+    ) -> Exchange:
+        """Bring new requests, take the responses that are complete.
+
+        Args:
+            requests: to be sampled; may be none.
+            sampling: how.
+            wait_s: answer after this time even when nothing is complete.
+
+        Raises:
+            ReplicaError: the engine failed, or holds other weights than ``sampling.version``.
+        """
+        if requests:
+            self._require_version(sampling.version)
+            with self._arrived:
+                self._inbox.extend((request, sampling) for request in requests)
+                self._arrived.notify()
+        with self._completed:
+            self._completed.wait_for(lambda: self._outbox or self._failure, timeout=wait_s)
+        if self._outbox:
+            time.sleep(LINGER_S)
+        with self._completed:
+            if self._failure is not None:
+                raise ReplicaError(f"the engine failed: {self._failure!r}") from self._failure
+            samples, self._outbox = tuple(self._outbox), []
+        return Exchange(
+            samples=samples,
+            unfinished=len(self._held) + len(self._inbox),
+            steps=self._steps,
+        )
+
+    def cancel(self) -> None:
+        """Forget every request and response."""
+        with self._engine_lock:
+            self._inbox.clear()
+            self._engine.abort_request(list(self._held), internal=False)
+            self._held.clear()
+            with self._completed:
+                self._outbox.clear()
+
+    def begin_update(self) -> None:
+        """Start a weight update. No version can be sampled from until it has ended."""
+        with self._engine_lock:
+            self._require_idle()
+            self._version = None
+            self._rpc("dynamo_begin_update")
+
+    def load_bucket(self, payload: bytes) -> None:
+        """Load tensors that came as safetensors bytes."""
+        with self._engine_lock:
+            self._rpc("dynamo_load_bucket", bytes(payload))
+
+    def connect(self, init_info: dict[str, Any]) -> None:
+        """Join the trainer's group of vLLM's weight-transfer engine; ends an earlier one."""
+        with self._engine_lock:
+            self._rpc("shutdown_weight_transfer_engine")
+            self._rpc("init_weight_transfer_engine", init_info)
+
+    def receive_bucket(self, update_info: dict[str, Any]) -> None:
+        """Receive tensors through vLLM's weight-transfer engine."""
+        with self._engine_lock:
+            self._rpc("dynamo_receive_bucket", update_info)
+
+    def end_update(self, version: int) -> UpdateAudit:
+        """End an update: check it, forget what was computed with older weights.
+
+        Raises:
+            ReplicaError: a parameter was not written exactly once, on any worker; or the prefix
+                cache could not be reset. The replica then samples from no version.
+        """
+        with self._engine_lock:
+            audits: list[UpdateAudit] = self._rpc("dynamo_end_update")
+            problems = [problem for audit in audits for problem in audit.problems]
+            if problems:
+                raise ReplicaError(
+                    "the weight update does not fit the engine's model: "
+                    f"{'; '.join(dict.fromkeys(problems))}. The exporter and the engine must come "
+                    "from the same config.json."
+                )
+            if not self._engine.reset_prefix_cache():
+                raise ReplicaError(
+                    "vLLM did not reset its prefix cache after the weight update: attention would "
+                    "read keys and values of older weights."
+                )
+            self._engine.set_weight_version(str(version))
+            self._version = version
+            return audits[0]
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._closing = True
+        with self._arrived:
+            self._arrived.notify()
+
+    def _require_version(self, version: int) -> None:
+        if self._version != version:
+            raise ReplicaError(
+                f"asked to sample from weights of version {version}, but this replica holds "
+                f"{'no complete version' if self._version is None else self._version}: the "
+                "samples would come from another policy."
+            )
+
+    def _require_idle(self) -> None:
+        if self._held or self._inbox:
+            raise ReplicaError(
+                f"a weight update began while {len(self._held) + len(self._inbox)} requests "
+                "were unfinished: they would be sampled from two policies."
+            )
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, args=args)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wait_for_work()
+                with self._engine_lock:
+                    self._admit()
+                    self._step()
+        except BaseException as error:
+            logger.exception("the engine failed")
+            with self._completed:
+                self._failure = error
+                self._completed.notify_all()
+
+    def _wait_for_work(self) -> None:
+        if self._held or self._inbox:
+            return
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._inbox or self._closing)
+
+    def _admit(self) -> None:
+        while self._inbox:
+            request, sampling = self._inbox.popleft()
+            self._held[request.key] = sampling.version, time.time()
+            self._engine.add_request(
+                request.key,
+                {"prompt_token_ids": list(request.token_ids)},
+                sampling_params(request, sampling, self._settings.stop_token_ids),
+            )
+
+    def _step(self) -> None:
+        if not self._held:
+            return
+        outputs = [output for output in self._engine.step() if output.finished]
+        self._steps += 1
+        if not outputs:
+            return
+        samples = [as_sample(output, *self._held.pop(output.request_id)) for output in outputs]
+        with self._completed:
+            self._outbox.extend(samples)
+            self._completed.notify()
+
+
+def sampling_params(
+    request: SampleRequest, sampling: Sampling, stop_token_ids: tuple[int, ...]
+) -> Any:
+    """Parameters for vLLM, every one that shapes the distribution named.
+
+    A generation_config.json beside a checkpoint would otherwise set some of them.
+    """
+    from vllm import SamplingParams
+
+    greedy = sampling.temperature is None
+    return SamplingParams(
+        n=1,
+        temperature=sampling.temperature or 0.0,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=None if greedy else request.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=0,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,  # the stop tokens are named above
+        logprobs=0,
+        detokenize=False,
+        skip_special_tokens=False,
+    )
+
+
+def as_sample(output: Any, version: int, started_s: float) -> Sample:
+    """A finished ``RequestOutput`` of vLLM.
+
+    Raises:
+        ReplicaError: it ended for another reason than a stop token or the limit.
+    """
+    (completion,) = output.outputs
+    if completion.finish_reason not in ("stop", "length"):
+        raise ReplicaError(
+            f"request {output.request_id} ended with {completion.finish_reason!r} after "
+            f"{len(completion.token_ids)} tokens: only a stop token or the limit may end one."
+        )
+    token_ids = tuple(completion.token_ids)
+    logprobs = zip(token_ids, completion.logprobs, strict=True)
+    return Sample(
+        key=output.request_id,
+        token_ids=token_ids,
+        logprobs=tuple(at[token].logprob for token, at in logprobs),
+        finish_reason=FinishReason(completion.finish_reason),
+        version=version,
+        started_s=started_s,
+        finished_s=time.time(),
+    )
+
+
+def prepare_environment(settings: ReplicaSettings) -> None:
+    """What vLLM reads from the environment, set before it is imported."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        # The engine lives in this process: no copy of every request through another socket.
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    )
+    if not settings.use_gpu:
+        # Unset, vLLM's threads spin and take 5 to 20 times as long.
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+
+def build_engine(settings: ReplicaSettings) -> Any:
+    """The engine, in this process."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from dynamo_megatron.rollout.vllm.worker import EXTENSION
+
+    optional: dict[str, Any] = {}
+    if settings.kv_cache_bytes is not None:
+        optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.transfer_backend is not None:
+        optional["weight_transfer_config"] = {"backend": settings.transfer_backend}
+    arguments = EngineArgs(
+        model=settings.model_dir,
+        dtype=settings.dtype,  # pyright: ignore[reportArgumentType]
+        tensor_parallel_size=settings.tensor_parallel,
+        distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=settings.enforce_eager or not settings.use_gpu,
+        load_format="auto" if settings.load_weights else "dummy",
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",  # of softmax(logits / temperature)
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        worker_extension_cls=EXTENSION,
+        seed=0,
+        **optional,
+    )
+    return LLMEngine.from_engine_args(arguments)
+
+
+def _kv_cache_tokens(engine: Any) -> int:
+    cache = engine.vllm_config.cache_config
+    return (cache.num_gpu_blocks or 0) * cache.block_size
