@@ -343,8 +343,8 @@ class MegatronCheckpointer:
         if manifest.optimizer == WEIGHTS_ONLY and not weights_only:
             raise CheckpointError(
                 f"{path} was converted from Hugging Face format and holds weights only: there is "
-                "no run in it to go on with. Set model.path to the Hugging Face folder and start "
-                "a new run."
+                "no run in it to go on with. Start a new run in another run.dir, with "
+                "model.weights set to it."
             )
         kind = optimizer_kind(self.policy.optimizer)
         if manifest.optimizer != kind and not weights_only:

@@ -118,7 +118,7 @@ def to_megatron(
 ) -> Conversion:
     """Convert a Hugging Face folder to a weights-only distributed checkpoint.
 
-    It loads at any layout (``MegatronCheckpointer.load_weights``).
+    It loads at any layout: as ``model.weights`` of a run.
 
     Args:
         model_dir: Hugging Face folder; it is not changed.
