@@ -167,6 +167,26 @@ def _factors(axes: Axes, rows: Rows) -> None:
     _legend(axes)
 
 
+def _gap(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "rollout/logp_gap_max", "largest", ORANGE)
+    _line(axes, rows, "rollout/logp_gap_mean", "mean", BLUE)
+    # A few wrong tokens are far above the mean. Below 1e-7 is rounding.
+    axes.set_yscale("symlog", linthresh=1e-7)
+    axes.set(title="Trainer against sampler", ylabel="|difference of logp|, nats, log scale")
+    axes.set_ylim(bottom=0.0)
+    _legend(axes)
+
+
+def _ratios(axes: Axes, rows: Rows) -> None:
+    axes.axhline(1.0, color=GREY, lw=1.0, ls="--")
+    _line(axes, rows, "rollout/ratio_q99", "ratio, 99 % quantile", ORANGE)
+    _line(axes, rows, "rollout/ratio_q01", "ratio, 1 % quantile", GREEN)
+    _line(axes, rows, "rollout/effective_sample_size", "effective sample size", BLUE)
+    axes.set(title="Probability ratios", ylabel="trainer / sampler, share of tokens")
+    axes.ticklabel_format(axis="y", useOffset=False)
+    _legend(axes)
+
+
 PLOTS: Mapping[str, tuple[Panel, ...]] = {
     "reward": (Panel(draw=_reward, needs=("reward/mean", "reward/pass_rate", "eval/pass@1")),),
     "entropy": (Panel(draw=_entropy, needs=("entropy/old_mean", "train/entropy")),),
@@ -179,6 +199,10 @@ PLOTS: Mapping[str, tuple[Panel, ...]] = {
         ),
     ),
     "gradient_norm": (Panel(draw=_gradient_norm, needs=("train/grad_norm",)),),
+    "mismatch": (
+        Panel(draw=_gap, needs=("rollout/logp_gap_mean", "rollout/logp_gap_max")),
+        Panel(draw=_ratios, needs=("rollout/effective_sample_size", "rollout/ratio_q99")),
+    ),
 }
 """Each picture's panels, by the picture's name."""
 

@@ -34,6 +34,11 @@ def synthetic_metrics(step: int, num_steps: int, generator: random.Random) -> di
         "modulation/damped_share": 0.08 * (1 - 0.6 * done) + abs(generator.gauss(0, 0.004)),
         "modulation/compensation_mean": 1.06 + 0.01 * math.sin(5 * done),
         "modulation/stabilization_mean": 0.97 + 0.015 * done,
+        "rollout/logp_gap_mean": 0.008 + 0.006 * done + abs(generator.gauss(0, 0.001)),
+        "rollout/logp_gap_max": 0.4 + 2.0 * done * generator.random(),
+        "rollout/ratio_q01": 0.97 - 0.02 * done,
+        "rollout/ratio_q99": 1.03 + 0.02 * done,
+        "rollout/effective_sample_size": 0.9996 - 0.006 * done + generator.gauss(0, 1e-4),
     }
     if step % max(1, num_steps // 6) == 0 or step == num_steps - 1:
         metrics |= {

@@ -15,7 +15,7 @@ from dynamo_megatron.observe.plots import main, make_plots
 from dynamo_megatron.observe.sinks import JsonlSink
 from tests.unit.observe.synthetic import write_synthetic_run
 
-ALL = ["reward", "entropy", "group_sizes", "modulation", "gradient_norm", "overview"]
+ALL = ["reward", "entropy", "group_sizes", "modulation", "gradient_norm", "mismatch", "overview"]
 
 
 def plots_of(run_dir: Path, *rows: dict) -> list[str]:
@@ -58,6 +58,17 @@ def test_values_that_are_not_finite_or_missing_in_between_are_left_out(tmp_path:
         {"allocation/hist": {8: 0}, "train/grad_norm": 50.0, "train/skipped": 1.0},
     ]
     assert plots_of(tmp_path, *rows) == ["reward", "entropy", "gradient_norm", "overview"]
+
+
+def test_engines_that_agree_exactly_have_a_mismatch_picture(tmp_path: Path):
+    row = {
+        "rollout/logp_gap_mean": 0.0,
+        "rollout/logp_gap_max": 0.0,
+        "rollout/ratio_q01": 1.0,
+        "rollout/ratio_q99": 1.0,
+        "rollout/effective_sample_size": 1.0,
+    }
+    assert plots_of(tmp_path, row, row) == ["mismatch", "overview"]
 
 
 def test_drawing_again_replaces_the_pictures(tmp_path: Path):

@@ -147,6 +147,13 @@ def test_a_sequence_that_keeps_a_token_is_not_dropped():
     assert got["correction/dropped_sequences"] == 1
 
 
+def test_only_a_kind_with_a_cap_clips():
+    weights = torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    for kind, clipped in [("truncated", 2), ("sequence", 2), ("masked", 0), ("sequence_masked", 0)]:
+        config = CorrectionConfig.model_validate({"kind": kind})
+        assert correction_sums(weights, batch(), ALL, config)[1] == clipped
+
+
 def test_no_correction_has_no_metrics():
     assert metrics_of(ALL) == {}
 
