@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,11 @@ from dynamo_megatron.data.tokenizer import load_tokenizer, pad_token_id, stop_to
 from dynamo_megatron.hf.architecture import Architecture, read_architecture
 from dynamo_megatron.loop import Parts
 from dynamo_megatron.parallel.control import ControlPlane
+from dynamo_megatron.protocols import RolloutEngine
 from dynamo_megatron.recorder import Recorder
 from dynamo_megatron.reward.pool import VERIFIERS, RewardPool
 from dynamo_megatron.rollout.hf_engine import HfEngine
+from dynamo_megatron.rollout.vllm.build import VllmSpec, build_vllm_engine
 from dynamo_megatron.signals import StopSignal
 from dynamo_megatron.stages.allocation import check_allocation
 from dynamo_megatron.stages.heldout import HeldoutStage
@@ -239,16 +242,7 @@ def build_tier(
             timeout_s=config.reward.timeout_s,
         )
         reward.check((*inputs.train_prompts, *inputs.heldout))
-        engine = HfEngine(
-            inputs.model_dir,
-            max_tokens=config.rollout.max_tokens,
-            batch_size=config.rollout.batch_size,
-            stop_token_ids=inputs.stop_ids,
-            pad_token_id=pad_token_id(inputs.tokenizer, inputs.stop_ids),
-            dtype=DTYPES[config.model.dtype],
-            device=topology.device,
-            num_threads=config.rollout.threads,
-        )
+        engine = build_engine(config, inputs, topology)
     return RolloutTier(
         engine=engine,
         reward=reward,
@@ -256,6 +250,37 @@ def build_tier(
         group=topology.world_group,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
+    )
+
+
+def build_engine(config: Config, inputs: Inputs, topology: Topology) -> RolloutEngine:
+    """The rollout engine, on rank 0."""
+    rollout = config.rollout
+    if rollout.engine == "hf":
+        return HfEngine(
+            inputs.model_dir,
+            max_tokens=rollout.max_tokens,
+            batch_size=rollout.batch_size,
+            stop_token_ids=inputs.stop_ids,
+            pad_token_id=pad_token_id(inputs.tokenizer, inputs.stop_ids),
+            dtype=DTYPES[config.model.dtype],
+            device=topology.device,
+            num_threads=rollout.threads,
+        )
+    on_gpu = topology.device.type == "cuda"
+    return build_vllm_engine(
+        VllmSpec(
+            **rollout.vllm.model_dump(exclude={"probe_tolerance"}),
+            model_dir=inputs.model_dir,
+            dtype=config.model.dtype,
+            max_tokens=rollout.max_tokens,
+            max_model_len=config.data.max_prompt_tokens + rollout.max_tokens,
+            stop_token_ids=inputs.stop_ids,
+            use_gpu=on_gpu,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            trainer_gpus=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_gpu else 0,
+        )
     )
 
 
@@ -270,20 +295,20 @@ def build_parts(
 ) -> Parts:
     """Everything the loop needs, for a run that starts at ``state``."""
     topology = policy.topology
-    first_rank = topology.rank == 0
+    recorder = Recorder(
+        config,
+        enabled=topology.rank == 0,
+        start_step=state.step,
+        pending=state.evaluated(state.step),
+    )
     return Parts(
         config=config,
         prompts=inputs.train,
         policy=policy,
-        tier=tier,
+        tier=replace(tier, watch=recorder.sampling),
         heldout=HeldoutStage(inputs.heldout, config),
         checkpointer=checkpointer,
-        recorder=Recorder(
-            config,
-            enabled=first_rank,
-            start_step=state.step,
-            pending=state.evaluated(state.step),
-        ),
+        recorder=recorder,
         stop=stop,
         row_limits=RowLimits(
             tokens=config.batch.micro_batch_tokens,

@@ -20,6 +20,7 @@ from dynamo_megatron.config_algorithm import (
     ModulationConfig,
 )
 from dynamo_megatron.config_base import Fraction, NonNegative, Positive, Section
+from dynamo_megatron.config_vllm import VllmConfig
 
 
 class RunConfig(Section):
@@ -175,6 +176,8 @@ class RolloutConfig(Section):
 
     engine: Literal["hf", "vllm"] = "hf"
     """``hf``: transformers' generate inside rank 0's process; ``vllm``: vLLM in its own."""
+    mode: Literal["sync", "one_step_off"] = "sync"
+    """``one_step_off``: the next step's rollouts are sampled while this one trains."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """The policy is softmax(logits / temperature): in the sampler, the statistics and the loss."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -191,6 +194,19 @@ class RolloutConfig(Section):
     """CPU threads while rank 0 generates and the other ranks wait; null: OMP_NUM_THREADS."""
     gate_tolerance: Annotated[float, Field(gt=0.0)] = 1e-3
     """Largest |sampler logp - trainer logp| at the first step; above it the run stops."""
+    vllm: VllmConfig = VllmConfig()
+    """The tier of replicas."""
+
+    @model_validator(mode="after")
+    def _overlap(self) -> RolloutConfig:
+        if self.mode == "one_step_off" and self.engine == "hf":
+            raise ValueError(
+                "rollout.mode=one_step_off with rollout.engine=hf: the embedded engine generates "
+                "inside rank 0's process, on the device that trains, so nothing would overlap and "
+                "the rollouts would be one step stale for no gain. Set rollout.mode=sync, or "
+                "rollout.engine=vllm."
+            )
+        return self
 
     @model_validator(mode="after")
     def _cut(self) -> RolloutConfig:
@@ -359,4 +375,5 @@ __all__ = [
     "RunConfig",
     "Section",
     "Source",
+    "VllmConfig",
 ]
