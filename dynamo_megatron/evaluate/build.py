@@ -34,14 +34,20 @@ class EngineSpec:
     Attributes:
         model_dir: Hugging Face folder.
         max_tokens: longest response.
-        batch_size: sequences decoded together.
+        max_model_len: longest prompt and response together.
+        batch_size: sequences that a replica decodes together.
         dtype: name of the weights' type.
+        replicas: copies of the model that share the work.
+        tensor_parallel: GPUs or processes that each is split over.
     """
 
     model_dir: Path
     max_tokens: int
+    max_model_len: int
     batch_size: int
     dtype: str
+    replicas: int = 1
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,7 @@ def build_engine(name: str, spec: EngineSpec) -> RolloutEngine:
     """The engine of this name with the folder's weights.
 
     Raises:
-        ValueError: there is no such engine.
+        ValueError: there is no such engine, or it cannot be split as asked.
     """
     if name not in ENGINES:
         raise ValueError(f"there is no engine {name!r}; there is {', '.join(ENGINES)}.")
@@ -73,6 +79,12 @@ def build_engine(name: str, spec: EngineSpec) -> RolloutEngine:
 
 
 def _hf_engine(spec: EngineSpec) -> RolloutEngine:
+    if (spec.replicas, spec.tensor_parallel) != (1, 1):
+        raise ValueError(
+            f"--replicas {spec.replicas} --tensor-parallel {spec.tensor_parallel} with --engine "
+            "hf: it is one copy of the model in this process. Leave both out, or choose an engine "
+            "of several processes."
+        )
     tokenizer = load_tokenizer(spec.model_dir)
     stops = stop_token_ids(tokenizer, spec.model_dir)
     return HfEngine(
@@ -167,6 +179,28 @@ def _count(text: str, item: str) -> int:
         f"--data {item}: the number of problems is missing. Write arithmetic:200 or "
         "reasoning_gym:chain_sum:200."
     )
+
+
+def longest_sequence(prompts: Sequence[Prompt], max_tokens: int, model_dir: Path) -> int:
+    """Tokens of the longest prompt with the longest response; warns where the model ends earlier.
+
+    Args:
+        prompts: all of them.
+        max_tokens: longest response.
+        model_dir: of the model.
+    """
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + max_tokens
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        logger.warning(
+            "the longest prompt with --max-tokens %d has %d tokens, and the model was made for %d: "
+            "what it writes beyond them is worth nothing. Lower --max-tokens.",
+            max_tokens,
+            longest,
+            positions,
+        )
+    return longest
 
 
 def weights_fingerprint(model_dir: Path) -> str:

@@ -104,7 +104,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--verifier-timeout", type=_above_zero, default=10.0, metavar="SECONDS")
     add("--workers", type=_positive, default=1, help="processes that verify (1)")
     add("--engine", default="hf", help="what generates (hf)")
-    add("--batch-size", type=_positive, default=64, help="sequences decoded together (64)")
+    add("--batch-size", type=_positive, default=64, help="sequences a replica decodes at once (64)")
+    add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (1)")
+    add(
+        "--tensor-parallel",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="GPUs or processes of each copy (1); engine hf has one copy in one process",
+    )
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--out", type=Path, help="folder of the results (evaluations/MODEL)")
     arguments = parser.parse_args(argv)
@@ -125,6 +133,7 @@ def _run(arguments: argparse.Namespace) -> None:
         build_engine,
         build_reward,
         load_evaluation_problems,
+        longest_sequence,
     )
     from dynamo_megatron.evaluate.report import (
         PAGE_NAME,
@@ -164,8 +173,11 @@ def _run(arguments: argparse.Namespace) -> None:
         spec = EngineSpec(
             model_dir=model_dir,
             max_tokens=arguments.max_tokens,
+            max_model_len=longest_sequence(problems.prompts, arguments.max_tokens, model_dir),
             batch_size=arguments.batch_size,
             dtype=arguments.dtype,
+            replicas=arguments.replicas,
+            tensor_parallel=arguments.tensor_parallel,
         )
         engine = build_engine(arguments.engine, spec)
         closing.callback(engine.close)
@@ -174,7 +186,7 @@ def _run(arguments: argparse.Namespace) -> None:
             samples=arguments.samples,
             temperature=None if arguments.greedy else arguments.temperature,
             seed=arguments.seed,
-            batch=arguments.batch_size,
+            batch=arguments.batch_size * arguments.replicas,
             labels=problems.labels,
         )
         samples = evaluate(plan, engine, reward, out, settings)

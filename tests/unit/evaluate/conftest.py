@@ -39,7 +39,9 @@ class CountingEngine:
 
 @pytest.fixture(scope="module")
 def tiny():
-    spec = EngineSpec(model_dir=TINY_POLICY, max_tokens=40, batch_size=8, dtype="float32")
+    spec = EngineSpec(
+        model_dir=TINY_POLICY, max_tokens=40, max_model_len=104, batch_size=8, dtype="float32"
+    )
     return build_engine("hf", spec)
 
 

@@ -11,6 +11,7 @@ from dynamo_megatron.evaluate.build import (
     EngineSpec,
     build_engine,
     load_evaluation_problems,
+    longest_sequence,
     source_of,
     weights_fingerprint,
 )
@@ -66,8 +67,28 @@ def test_a_limit_is_for_each_item_and_an_instruction_stands_under_every_problem(
     ]
 
 
+def spec_of(**changes) -> EngineSpec:
+    values = {"max_tokens": 4, "max_model_len": 20, "batch_size": 2, "dtype": "float32"}
+    return EngineSpec(model_dir=TINY_POLICY, **(values | changes))
+
+
+def test_the_embedded_engine_is_one_copy_in_one_process():
+    for split in ({"replicas": 2}, {"tensor_parallel": 2}):
+        with pytest.raises(ValueError, match="it is one copy of the model in this process"):
+            build_engine("hf", spec_of(**split))
+
+
+def test_the_longest_sequence_is_a_prompt_with_a_whole_response(caplog):
+    prompts = load(["arithmetic:30"]).prompts
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    assert longest_sequence(prompts, 40, TINY_POLICY) == longest + 40
+    assert not caplog.records
+    assert longest_sequence(prompts, 256, TINY_POLICY) == longest + 256
+    assert "the model was made for 256" in caplog.text
+
+
 def test_engines_and_models_that_are_not_there_are_named():
-    spec = EngineSpec(model_dir=TINY_POLICY, max_tokens=4, batch_size=2, dtype="float32")
+    spec = spec_of()
     with pytest.raises(ValueError, match="no engine 'vlm'; there is hf"):
         build_engine("vlm", spec)
     with pytest.raises(ValueError, match="the built-in models are builtin:tiny"):

@@ -93,6 +93,8 @@ def test_several_sources_have_a_row_each(tmp_path):
         (["--verifier", "nonsense"], "not of the form module:function"),
         (["--engine", "vlm"], "no engine 'vlm'"),
         (["--max-prompt-tokens", "1"], "longer than"),
+        (["--replicas", "2"], "--replicas 2 --tensor-parallel 1 with --engine hf"),
+        (["--tensor-parallel", "4"], "--replicas 1 --tensor-parallel 4 with --engine hf"),
         (["--template", "raw", "--append", "x", "--data", "README.txt"], "README.txt does not"),
     ],
 )
