@@ -20,7 +20,7 @@ from dynamo_megatron.parallel.reduce import raise_together
 from dynamo_megatron.protocols import Checkpointer, MetricValue, PolicyActor, PromptSource
 from dynamo_megatron.recorder import Recorder
 from dynamo_megatron.reward.shuffle import shuffled_rewards
-from dynamo_megatron.rollout.errors import SamplerMismatchError
+from dynamo_megatron.rollout.errors import RolloutError, SamplerMismatchError
 from dynamo_megatron.rollout.gate import check_sampler_agreement
 from dynamo_megatron.signals import StopRequested, StopSignal
 from dynamo_megatron.stages.advantages import num_zero_groups, rollout_advantages
@@ -34,8 +34,9 @@ from dynamo_megatron.stages.metrics import (
     update_metrics,
 )
 from dynamo_megatron.stages.modulation import current_modulation, modulate_batch
+from dynamo_megatron.stages.rounds import OneRound
 from dynamo_megatron.stages.sampling import RolloutTier
-from dynamo_megatron.state import LoopState
+from dynamo_megatron.state import Draw, LoopState, SampledBatch
 from dynamo_megatron.stopwatch import Stopwatch
 from dynamo_megatron.types import (
     DataCursor,
@@ -44,6 +45,7 @@ from dynamo_megatron.types import (
     Prompt,
     RolloutGroup,
     TrainBatch,
+    UpdateStats,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,11 @@ def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> L
 
     Collective. Evaluates at the start, at the end and in between as configured, and saves when due.
 
+    A stop before a step's update leaves the state as it was: what is being sampled is given up and
+    is sampled again, the same, by the run that goes on. Later the step is finished, which with
+    ``one_step_off`` includes the rollouts ahead: their weights have been replaced, so that only
+    this checkpoint can bring them back.
+
     Args:
         parts: of the run.
         state: where to start.
@@ -79,12 +86,13 @@ def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> L
     try:
         state = evaluate_if_due(parts, state)
         while state.step < num_steps:
-            state = train_step(parts, state, gate=state.step == first)
+            state = train_step(parts, state, first=state.step == first)
             state = evaluate_if_due(parts, state)
             if _save_due(parts.config, state.step):
                 saved_step = save(parts, state)
             parts.stop.check(parts.group)
     except StopRequested:
+        parts.tier.give_up()
         logger.warning(
             "stopping on a signal after %d of %d steps; go on with run.resume=if_present",
             state.step,
@@ -95,20 +103,29 @@ def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> L
     return state
 
 
-def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
-    """One step: rollouts for one draw of prompts, and the optimizer steps on them."""
+def train_step(parts: Parts, state: LoopState, *, first: bool) -> LoopState:
+    """One step: the optimizer steps on one draw of prompts and their rollouts.
+
+    With ``one_step_off`` the next step's rollouts are sampled meanwhile, by the weights that this
+    step starts from.
+
+    Args:
+        parts: of the run.
+        state: before the step.
+        first: since the process began.
+    """
     config, clock = parts.config, Stopwatch()
     algorithm = config.algorithm
     with clock("weights"):
-        parts.tier.load_weights(parts.policy.weights(), version=state.step)
-    prompts, cursor = parts.prompts.take(config.data.prompts_per_step, state.cursor)
-    priorities = state.history if algorithm.allocation.refresh == "step" else state.epoch_history
-    sizes = parts.tier.allocate(prompts, priorities, algorithm.allocation)
-    require_agreement(_plan_digests(state, prompts, sizes), step=state.step, group=parts.group)
+        sync_weights(parts, state)
     with clock("rollout"):
-        groups = parts.tier.sample(prompts, sizes, step=state.step)
+        sampled = state.ahead or sample_batch(parts, state)
+    stale = require_version(sampled, state)
     parts.stop.check(parts.group)
+    groups = sampled.groups
     scored = _control_groups(groups, config, state.step) if config.reward.shuffle else groups
+    after = _observed(state, sampled.draw.cursor, scored, config)
+    drawn = begin_ahead(parts, after)
     advantages = rollout_advantages(scored, algorithm)
     batch = pack(scored, advantages, mask_truncated=algorithm.advantage.mask_truncated)
     plan = plan_mini_batches(
@@ -121,27 +138,25 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
     with clock("stats"):
         old = parts.policy.token_stats(batch, plan)
         reference = parts.policy.reference_logp(batch, plan)
-    if gate:
-        check_gate(parts, batch, old, scored, state.step)
+    if first:
+        check_gate(parts, batch, old, scored, state.step, stale=stale)
     modulated = modulate_batch(
         batch, plan, old, algorithm.modulation, algorithm.clip, group=parts.group
     )
     inputs = corrected_inputs(batch, old, modulated, reference, algorithm)
+    parts.stop.check(parts.group)
     with clock("update"):
         updates = parts.policy.update(
             plan,
             inputs,
             current_modulation(modulated.ranges, algorithm.modulation, algorithm.clip),
         )
-    if not updates:
-        logger.warning(
-            "step %d has no response to train on (failed verifications, or truncated and masked): "
-            "no update",
-            state.step,
-        )
+    _warn_if_idle(updates, state.step)
+    with clock("rollout"):
+        ahead = finish_ahead(parts, drawn)
     times = clock.metrics()
     metrics: dict[str, MetricValue] = {
-        **rollout_metrics(groups, sizes, threshold=algorithm.allocation.success_threshold),
+        **batch_metrics(sampled, stale, algorithm.allocation.success_threshold),
         **token_metrics(
             batch,
             old,
@@ -153,17 +168,90 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
         ),
         **update_metrics(updates),
         "advantage/zero_groups": float(num_zero_groups(advantages)),
-        "allocation/cold": float(num_cold(prompts, priorities, algorithm.allocation)),
-        "data/epoch": float(cursor.epoch),
         "memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
         "perf/tokens_per_second": batch.num_response_tokens / times["time/step"],
         **times,
     }
     parts.recorder.step(state.step, metrics, groups)
-    return _advanced(state, cursor, scored, config, step_counters(groups, updates))
+    counted = state.counters + step_counters(groups, updates)
+    return replace(after, counters=counted, ahead=ahead)
 
 
-def _advanced(state, cursor: DataCursor, groups, config: Config, counted) -> LoopState:
+def sync_weights(parts: Parts, state: LoopState) -> None:
+    """Give the rollout engine the policy as it is, as version ``state.step``. Collective."""
+    parts.tier.load_weights(parts.policy.weights(), version=state.step)
+
+
+def draw_prompts(parts: Parts, state: LoopState) -> Draw:
+    """The prompts of the step at ``state`` and their group sizes, equal on every rank."""
+    config = parts.config
+    allocation = config.algorithm.allocation
+    prompts, cursor = parts.prompts.take(config.data.prompts_per_step, state.cursor)
+    priorities = state.history if allocation.refresh == "step" else state.epoch_history
+    sizes = parts.tier.allocate(prompts, priorities, allocation)
+    require_agreement(_plan_digests(state, prompts, sizes), step=state.step, group=parts.group)
+    return Draw(
+        step=state.step,
+        prompts=tuple(prompts),
+        sizes=sizes,
+        cursor=cursor,
+        num_cold=num_cold(prompts, priorities, allocation),
+    )
+
+
+def sample_batch(parts: Parts, state: LoopState) -> SampledBatch:
+    """The rollouts of the step at ``state``, by the engine's present weights."""
+    draw = draw_prompts(parts, state)
+    groups = parts.tier.sample(draw.prompts, draw.sizes, step=draw.step)
+    return SampledBatch(draw=draw, groups=tuple(groups))
+
+
+def begin_ahead(parts: Parts, after: LoopState) -> Draw | None:
+    """Begin to sample the next step's rollouts in the background, if the run has them ahead.
+
+    Args:
+        parts: of the run.
+        after: the state after this step as far as rollouts depend on it: its rewards are known
+            before it is trained on, so group sizes are those that ``sync`` would give.
+    """
+    if parts.config.rollout.mode == "sync" or after.step >= parts.config.run.num_steps:
+        return None
+    draw = draw_prompts(parts, after)
+    parts.tier.start(draw.prompts, OneRound(draw.sizes), step=draw.step)
+    return draw
+
+
+def finish_ahead(parts: Parts, draw: Draw | None) -> SampledBatch | None:
+    """Wait for what ``begin_ahead`` began; its failure is raised on every rank."""
+    if draw is None:
+        return None
+    return SampledBatch(draw=draw, groups=tuple(parts.tier.finish()))
+
+
+def require_version(sampled: SampledBatch, state: LoopState) -> int:
+    """Check by which weights a step's rollouts were sampled.
+
+    Returns:
+        Their staleness in steps: 1 when they were sampled ahead, else 0.
+
+    Raises:
+        RolloutError: a rollout is of other weights, or the batch of another step.
+    """
+    stale = int(state.ahead is not None)
+    wanted = state.step - stale
+    found = {r.weight_version for group in sampled.groups for r in group.rollouts}
+    if sampled.draw.step != state.step or found - {wanted}:
+        raise RolloutError(
+            f"step {state.step} was to train on its own rollouts by the weights after {wanted} "
+            f"steps, and got those of step {sampled.draw.step} by the weights after "
+            f"{sorted(found)} steps: the engine missed a load_weights, or its replicas hold "
+            "different weights."
+        )
+    return stale
+
+
+def _observed(state: LoopState, cursor: DataCursor, groups, config: Config) -> LoopState:
+    """The state after the step that draws and samples ``groups``, but for what training counts."""
     allocation = config.algorithm.allocation
     history = observed(state.history, groups, allocation.success_threshold)
     epoch_history = state.epoch_history
@@ -176,17 +264,40 @@ def _advanced(state, cursor: DataCursor, groups, config: Config, counted) -> Loo
         cursor=cursor,
         history=history,
         epoch_history=epoch_history,
-        counters=state.counters + counted,
+        ahead=None,
     )
 
 
+def _warn_if_idle(updates: Sequence[UpdateStats], step: int) -> None:
+    if not updates:
+        logger.warning(
+            "step %d has no response to train on (failed verifications, or truncated and masked): "
+            "no update",
+            step,
+        )
+
+
 def check_gate(
-    parts: Parts, batch: TrainBatch, old: OwnedStats, groups: Sequence[RolloutGroup], step: int
+    parts: Parts,
+    batch: TrainBatch,
+    old: OwnedStats,
+    groups: Sequence[RolloutGroup],
+    step: int,
+    *,
+    stale: int,
 ) -> None:
     """Stop before the first update when sampler and trainer disagree about the same tokens.
 
-    Each rank checks the tokens it owns; a failure is raised on all.
+    Each rank checks the tokens it owns; a failure is raised on all. Rollouts of older weights are
+    no test: there sampler and trainer differ because they should.
     """
+    if stale:
+        logger.info(
+            "step %d trains on rollouts by the weights before its own: sampler and trainer are not "
+            "compared after this start",
+            step,
+        )
+        return
     kept = kept_rollouts(groups, mask_truncated=parts.config.algorithm.advantage.mask_truncated)
     failure = None
     try:
@@ -212,7 +323,7 @@ def evaluate_if_due(parts: Parts, state: LoopState) -> LoopState:
     due = step in (0, config.run.num_steps) or (every > 0 and step % every == 0)
     if not due or not parts.heldout.prompts or state.evaluated(step):
         return state
-    parts.tier.load_weights(parts.policy.weights(), version=step)
+    sync_weights(parts, state)
     result = parts.heldout.run(parts.tier, step)
     parts.recorder.evaluation(result)
     return replace(state, evaluations=(*state.evaluations, result))
@@ -220,13 +331,25 @@ def evaluate_if_due(parts: Parts, state: LoopState) -> LoopState:
 
 def save(parts: Parts, state: LoopState) -> int:
     """Write a checkpoint; returns the step it is of."""
-    parts.checkpointer.save(state.step, state.to_json(), to_yaml(parts.config))
+    rollouts = state.encoded_rollouts if state.ahead is not None else None
+    parts.checkpointer.save(state.step, state.to_json(), to_yaml(parts.config), rollouts=rollouts)
     return state.step
 
 
 def _save_due(config: Config, step: int) -> bool:
     every = config.checkpoint.every
     return every > 0 and step % every == 0
+
+
+def batch_metrics(sampled: SampledBatch, stale: int, threshold: float) -> dict[str, MetricValue]:
+    """What a step's rollouts and their draw report."""
+    draw = sampled.draw
+    return {
+        **rollout_metrics(sampled.groups, draw.sizes, threshold=threshold),
+        "rollout/staleness": float(stale),
+        "allocation/cold": float(draw.num_cold),
+        "data/epoch": float(draw.cursor.epoch),
+    }
 
 
 def _plan_digests(state: LoopState, prompts: Sequence[Prompt], sizes: GroupSizes) -> dict[str, str]:

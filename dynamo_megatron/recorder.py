@@ -80,6 +80,11 @@ class Recorder:
                     ", ".join(f"{n} {100 * i.mean:.1f} %" for n, i in result.sources.items()),
                 )
 
+    def sampling(self, done: int, total: int, tokens: int) -> None:
+        """Show how far a sampling is; may be called from another thread."""
+        if self._enabled:
+            self._progress.sampling(done, total, tokens)
+
     def step(
         self, step: int, metrics: Mapping[str, MetricValue], groups: Sequence[RolloutGroup]
     ) -> None:

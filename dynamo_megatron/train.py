@@ -182,7 +182,8 @@ def _resume(config: Config, checkpointer):
         )
     if latest is None:
         return LoopState(), None
-    state = LoopState.from_json(checkpointer.load(latest))
+    saved = checkpointer.load(latest)
+    state = LoopState.from_json(saved, checkpointer.load_rollouts(latest))
     logger.info("resumed from %s: %d steps done", latest, state.step)
     if changed := changed_keys(latest / "config.yaml", config):
         logger.warning("the configuration is not the checkpoint's: %s", "; ".join(changed))

@@ -47,6 +47,11 @@ class Background:
     def __init__(self) -> None:
         self._call: _Call | None = None
 
+    @property
+    def busy(self) -> bool:
+        """A call was started whose result was not taken."""
+        return self._call is not None
+
     def start(self, work: Work, *, name: str) -> None:
         """Begin ``work`` and return at once."""
         assert self._call is None, "the result of the call before was not taken"
@@ -62,12 +67,17 @@ class Background:
             raise call.failure
         return call.result
 
-    def abandon(self) -> None:
-        """Give the call up, if there is one, and wait a little for its thread."""
+    def give_up(self) -> None:
+        """The call's result is not wanted, if there is a call: it ends at its next check."""
+        if self._call is not None:
+            self._call.unwanted.set()
+
+    def close(self) -> None:
+        """Give the call up and wait a little for its thread."""
+        self.give_up()
         call, self._call = self._call, None
         if call is None:
             return
-        call.unwanted.set()
         call.join(ABANDON_LIMIT_S)
         if call.is_alive():
             logger.warning("%s does not end and is left behind", call.name)

@@ -57,6 +57,7 @@ class RolloutTier:
         Every rank exhausts the stream, also when the engine fails on rank 0: the stream's
         collectives need all ranks to the end.
         """
+        self._require_idle()
         failure = None
         stream = iter(weights)
         if self.engine is not None:
@@ -108,6 +109,7 @@ class RolloutTier:
         Returns:
             One group for each prompt, in prompt order; its size is the sum over the rounds.
         """
+        self._require_idle()
         work = self._work(prompts, plan, step, temperature)
         return decode_groups(self.control.run_on_zero(lambda: work(_go_on), "rollout"))
 
@@ -124,13 +126,20 @@ class RolloutTier:
         """Wait for what ``start`` began; the groups on every rank, or its error on every rank."""
         return decode_groups(self.control.run_on_zero(self.background.result, "rollout"))
 
+    def give_up(self) -> None:
+        """Have what ``start`` began end soon, without a result. Not collective."""
+        self.background.give_up()
+
     def close(self) -> None:
         """End what runs in the background, engine and verifiers. Not collective."""
         with ExitStack() as closing:
             for part in (self.reward, self.engine):
                 if part is not None:
                     closing.callback(part.close)
-            closing.callback(self.background.abandon)
+            closing.callback(self.background.close)
+
+    def _require_idle(self) -> None:
+        assert not self.background.busy, "rollouts are being sampled in the background"
 
     def _work(
         self,

@@ -84,3 +84,57 @@ def test_a_held_out_score_stays_until_the_next(caplog):
         progress.write(0, {"eval/pass@1": 0.4})
         progress.write(1, {"reward/mean": 0.1})
     assert "held-out 40.0%" in caplog.records[1].getMessage()
+
+
+def sampling_lines(caplog, *, seconds_a_response: float, total: int, enabled: bool = True):
+    times = [100.0]
+    with caplog.at_level(logging.INFO):
+        progress = Progress(3, enabled=enabled, stream=io.StringIO(), clock=lambda: times[0])
+        for _ in range(2):
+            progress.sampling(0, total, 0)
+            for done in range(1, total + 1):
+                times[0] += seconds_a_response
+                progress.sampling(done, total, 1000 * done)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_long_sampling_says_every_half_minute_how_far_it_is(caplog):
+    # 100 responses of 0.5 s: one line after 30 s, at response 60, in each of the two samplings
+    line = "sampling: 60 of 100 responses, 60,000 tokens, 2,000 tokens/s"
+    assert sampling_lines(caplog, seconds_a_response=0.5, total=100) == [line, line]
+
+
+def test_a_short_sampling_and_other_ranks_say_nothing(caplog):
+    assert sampling_lines(caplog, seconds_a_response=0.2, total=100) == []
+    assert sampling_lines(caplog, seconds_a_response=9.0, total=100, enabled=False) == []
+
+
+def test_a_second_round_does_not_begin_anew(caplog):
+    times = [0.0]
+    with caplog.at_level(logging.INFO):
+        progress = Progress(3, stream=io.StringIO(), clock=lambda: times[0])
+        progress.sampling(0, 2, 0)
+        times[0] = 20.0
+        progress.sampling(2, 2, 10)
+        progress.sampling(2, 4, 10)
+        times[0] = 40.0
+        progress.sampling(3, 4, 80)
+    assert [r.getMessage() for r in caplog.records] == [
+        "sampling: 3 of 4 responses, 80 tokens, 2 tokens/s"
+    ]
+
+
+def test_the_bar_shows_the_sampling_until_the_step_is_done():
+    stream, times = Terminal(), [0.0]
+    progress = Progress(4, stream=stream, clock=lambda: times[0])
+    progress.sampling(0, 64, 0)
+    times[0] = 0.6
+    progress.sampling(17, 64, 900)
+    progress.sampling(18, 64, 950)  # at once: not drawn
+    assert "rollouts=17/64" in stream.getvalue() and "18/64" not in stream.getvalue()
+    progress.sampling(64, 64, 4000)
+    assert "rollouts=64/64" in stream.getvalue()
+    drawn = len(stream.getvalue())
+    progress.write(0, METRICS)
+    progress.close()
+    assert "rollouts" not in stream.getvalue()[drawn:] and "1/4" in stream.getvalue()

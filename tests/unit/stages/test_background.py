@@ -44,9 +44,9 @@ def test_a_call_that_is_given_up_ends_at_its_next_check():
             ended.set()
 
     background.start(work, name="work")
-    background.abandon()
+    background.close()
     assert ended.is_set()
-    background.abandon()
+    background.close()
     background.start(lambda check: b"next", name="work")
     assert background.result() == b"next"
 
@@ -61,7 +61,7 @@ def test_a_call_that_does_not_end_is_left_behind_and_said_so(monkeypatch, caplog
         return b"late"
 
     background.start(slow, name="the generation")
-    background.abandon()
+    background.close()
     assert "the generation does not end" in caplog.text
     # what it returns in the end is nobody's result
     background.start(lambda check: b"next" if go.wait(20.0) and late.wait(20.0) else b"", name="w")
