@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 LINGER_S = 0.01
 """Responses that complete within this time travel together."""
 
+BATCHED_TOKENS = 2048
+"""Prompt tokens that a replica without GPU reads at a time."""
+
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -324,6 +327,11 @@ def build_engine(settings: ReplicaSettings) -> Any:
     optional: dict[str, Any] = {}
     if settings.kv_cache_bytes is not None:
         optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if not settings.use_gpu:
+        # vLLM 0.32 rewinds a request's random numbers after part of a prompt, which a CPU's
+        # generator cannot: "CPU Generator does not use offset". Whole prompts need no rewinding.
+        optional["enable_chunked_prefill"] = False
+        optional["max_num_batched_tokens"] = max(BATCHED_TOKENS, settings.max_model_len)
     if settings.transfer_backend is not None:
         optional["weight_transfer_config"] = {"backend": settings.transfer_backend}
     arguments = EngineArgs(
