@@ -44,6 +44,25 @@ from .test_pool import item
         ("3.5 km", "3.5"),
         ("17 = 18", "18"),  # the last side of an equation is its result
         (r"\$32,348", r"\$32,\!348"),
+        ("106\u00b0", r"106^\circ"),
+        (r"106^\circ", "106\u00b0"),
+        (r"106\degree", "106"),
+        ("15 cm^2", r"15\mbox{ cm}^2"),
+        ("15 cm\u00b2", r"15\mbox{ cm}^2"),
+        ("15", r"15\mbox{ cm}^2"),
+        ("864 in^2", r"864 \mbox{ inches}^2"),
+        ("15 square centimeters", "15"),
+        ("3m^{2}", "3m^2"),  # here it is a variable
+        ("2m^2+m^2", "3m^2"),
+        ("(E)", r"\text{(E)}"),
+        ("E", r"\text{(E)}"),
+        (r"\textbf{(E)}", r"\text{E}"),
+        (r"\text{E}", "(E)"),
+        (r"10\%", "10"),
+        (r"10\%", "0.1"),
+        ("0.1", r"10\%"),
+        (r"5\text{ m}", r"5\text{ cm}"),  # units are not compared
+        (r"18\text{ million}", r"18 \text{ million}"),
         (r"[2, \infty)", r"[2,\infty)"),
         (r"\begin{pmatrix} 1 \\ 2/4 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 1/2 \end{pmatrix}"),
     ],
@@ -59,6 +78,17 @@ def test_equal_answers_agree_however_they_are_written(found, reference):
         ("142.0000001", "142"),
         ("12 or 13", "12"),
         ("18 million", "18"),
+        (r"18\text{ million}", "18"),
+        ("18", r"18\text{ thousand}"),
+        (r"1.5\text{ dozen}", "1.5"),
+        ("225", r"15\mbox{ cm}^2"),
+        ("5 m^2", "5m"),
+        ("F", r"\text{(E)}"),
+        ("e", r"\text{(E)}"),
+        ("EE", r"\text{(E)}"),
+        ("E or F", r"\text{(E)}"),
+        (r"11\%", "10"),
+        ("0.01", r"10\%"),
         ("18 dollars or 19", "18"),
         (r"17 \le x \le 19", "18"),
         (r"\{17, 18\}", "18"),
@@ -90,6 +120,24 @@ def test_the_verification_says_what_was_extracted_and_whether_it_stood_in_the_fo
     assert verify_math("Answer: 3", "4", "") == Verification(0.0, True, "3")
     assert verify_math("we get 4.", "4", "") == Verification(1.0, False, "4")
     assert verify_math("no idea", "4", "") == Verification(0.0, False, "")
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("The answer is 12 marbles.", 1.0),
+        ("#### 12 red marbles", 1.0),
+        (r"\boxed{12 marble}", 1.0),
+        ("The answer is 13 marbles.", 0.0),
+        ("The answer is 12 bananas.", 0.0),  # the problem knows of none
+        ("The answer is 12 thousand marbles.", 0.0),
+        ("The answer is 12 and half.", 0.0),
+        ("The answer is 12 or marbles", 0.0),
+    ],
+)
+def test_what_the_problem_counts_is_a_unit(response, reward):
+    problem = "He has a thousand and a half. How many red marbles or blue marbles are left?"
+    assert verify_math(response, "12", problem).reward == reward
 
 
 @pytest.mark.parametrize(
