@@ -11,19 +11,23 @@ from dataclasses import dataclass, replace
 import psutil
 from torch.distributed import ProcessGroup
 
-from dynamo_megatron.batching.pack import kept_rollouts, pack
+from dynamo_megatron.batching.pack import pack
 from dynamo_megatron.batching.split import RowLimits, plan_mini_batches
 from dynamo_megatron.config import Config
 from dynamo_megatron.load_config import to_yaml
 from dynamo_megatron.parallel.digest import require_agreement
-from dynamo_megatron.parallel.reduce import raise_together
 from dynamo_megatron.protocols import Checkpointer, MetricValue, PolicyActor, PromptSource
 from dynamo_megatron.recorder import Recorder
 from dynamo_megatron.reward.shuffle import shuffled_rewards
-from dynamo_megatron.rollout.errors import RolloutError, SamplerMismatchError
-from dynamo_megatron.rollout.gate import check_sampler_agreement
+from dynamo_megatron.rollout.errors import RolloutError
 from dynamo_megatron.signals import StopRequested, StopSignal
 from dynamo_megatron.stages.advantages import num_zero_groups, rollout_advantages
+from dynamo_megatron.stages.agreement import (
+    NUM_PROBES,
+    Tolerance,
+    check_probe,
+    require_agreement_of_samples,
+)
 from dynamo_megatron.stages.allocation import num_cold, observed
 from dynamo_megatron.stages.correction import corrected_inputs
 from dynamo_megatron.stages.heldout import HeldoutStage
@@ -178,8 +182,18 @@ def train_step(parts: Parts, state: LoopState, *, first: bool) -> LoopState:
 
 
 def sync_weights(parts: Parts, state: LoopState) -> None:
-    """Give the rollout engine the policy as it is, as version ``state.step``. Collective."""
+    """Give the rollout engine the policy as it is, as version ``state.step``. Collective.
+
+    Every replica then samples a probe, whose logprobs must be the trainer's.
+    """
+    rollout = parts.config.rollout
     parts.tier.load_weights(parts.policy.weights(), version=state.step)
+    probes, _ = parts.prompts.take(min(NUM_PROBES, len(parts.prompts)), DataCursor())
+    tolerance = Tolerance(
+        nats=rollout.vllm.probe_tolerance or rollout.gate_tolerance,
+        phase="compare the sampler's probe and the trainer after a weight update",
+    )
+    check_probe(parts.tier, parts.policy, probes, parts.row_limits, tolerance, version=state.step)
 
 
 def draw_prompts(parts: Parts, state: LoopState) -> Draw:
@@ -298,22 +312,13 @@ def check_gate(
             step,
         )
         return
-    kept = kept_rollouts(groups, mask_truncated=parts.config.algorithm.advantage.mask_truncated)
-    failure = None
-    try:
-        check_sampler_agreement(
-            old.stats.logp,
-            batch.sampler_logp,
-            response_offsets=batch.response_offsets,
-            prompt_ids=[groups[g].prompt.id for g, _ in kept],
-            rollout_indices=[k for _, k in kept],
-            tolerance=parts.config.rollout.gate_tolerance,
-            step=step,
-            compared_T=old.owned,
-        )
-    except SamplerMismatchError as error:
-        failure = error
-    raise_together(failure, phase="compare sampler and trainer", group=parts.group)
+    config = parts.config
+    tolerance = Tolerance(
+        nats=config.rollout.gate_tolerance,
+        phase="compare sampler and trainer before the first update",
+        mask_truncated=config.algorithm.advantage.mask_truncated,
+    )
+    require_agreement_of_samples(batch, old, groups, tolerance, step=step, group=parts.group)
 
 
 def evaluate_if_due(parts: Parts, state: LoopState) -> LoopState:

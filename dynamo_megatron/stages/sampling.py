@@ -24,7 +24,7 @@ from dynamo_megatron.protocols import (
 from dynamo_megatron.stages.allocation import allocate
 from dynamo_megatron.stages.background import Background
 from dynamo_megatron.stages.rounds import OneRound, Sampling, sample_rounds
-from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup
+from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,31 @@ class RolloutTier:
         self._require_idle()
         work = self._work(prompts, plan, step, temperature)
         return decode_groups(self.control.run_on_zero(lambda: work(_go_on), "rollout"))
+
+    def probe(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """One short rollout of each prompt from every replica, not scored, on every rank.
+
+        Empty where the engine needs no such check.
+        """
+        self._require_idle()
+
+        def work() -> bytes:
+            assert self.engine is not None, "rank 0 holds it"
+            rollouts = self.engine.probe(prompts, temperature=self.temperature, seed=self.seed)
+            return encode_groups(
+                [
+                    RolloutGroup(
+                        prompt=prompt,
+                        rollouts=tuple(r for r in rollouts if r.prompt_id == prompt.id),
+                        verdicts=tuple(
+                            Verdict(reward=0.0) for r in rollouts if r.prompt_id == prompt.id
+                        ),
+                    )
+                    for prompt in (prompts if rollouts else ())
+                ]
+            )
+
+        return decode_groups(self.control.run_on_zero(work, "probe"))
 
     def start(self, prompts: Sequence[Prompt], plan: SamplingPlan, *, step: int) -> None:
         """Begin ``sample_plan`` in the background and return at once; not collective.

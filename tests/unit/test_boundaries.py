@@ -51,7 +51,7 @@ LAYERS = {
         "reward",
         "rollout",
     },
-    "stages": {"algo", "batching", "config", "evaluate", "parallel", "protocols"},
+    "stages": {"algo", "batching", "config", "evaluate", "parallel", "protocols", "rollout"},
 }
 
 

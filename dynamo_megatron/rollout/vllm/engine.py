@@ -121,7 +121,7 @@ class VllmEngine:
             if on_rollout is not None:
                 on_rollout(rollout)
 
-        Dispatcher(
+        dispatcher = Dispatcher(
             self._fleet,
             Schedule(
                 [self._planned(key, one) for key, one in wanted.items()],
@@ -131,7 +131,12 @@ class VllmEngine:
             self._sampling(temperature, version, self._settings.max_tokens),
             hang_timeout_s=self._settings.hang_timeout_s,
             on_sample=on_sample,
-        ).run()
+        )
+        try:
+            dispatcher.run()
+        except BaseException:
+            self._fleet.cancel()
+            raise
         self._lengths.observe((r.prompt_id, len(r.token_ids)) for r in rollouts.values())
         return [rollouts[key] for key in wanted]
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 PROBE_GAP = 1e-3
 """Largest difference (nats) between two replicas' logprobs of the same tokens after a restart."""
 
+CANCEL_TIMEOUT_S = 10.0
+
 
 class Fleet:
     """All replicas, of which some may be lost at a time.
@@ -145,6 +147,14 @@ class Fleet:
                 found[replica.number],
             )
         return found
+
+    def cancel(self) -> None:
+        """Have every replica forget its requests, after a round that was given up."""
+        for replica in self.ready:
+            try:
+                self.cluster.wait([replica.call("cancel")], CANCEL_TIMEOUT_S)
+            except (ReplicaLostError, RolloutError) as error:
+                logger.warning("replica %d did not forget its requests: %s", replica.number, error)
 
     def lose(self, replica: RayReplica, reason: str) -> None:
         """End a replica and start it again in the background.
