@@ -78,3 +78,21 @@ def test_what_does_not_fit_is_refused_and_says_what_to_set(tmp_path, options, wo
     ranks = start(arguments(tmp_path, tmp_path / "run", **options), 1, tmp_path / "logs")
     assert ranks.wait() == [1]
     assert words in ranks.log(0) and "Traceback" not in ranks.log(0)
+
+
+def test_a_resumed_run_keeps_the_start_as_the_penaltys_reference(tmp_path, other_weights):
+    options = {
+        "model__path": str(other_weights),
+        "model__weights": str(converted(tmp_path, "float32")),
+        "algorithm__kl__coefficient": 0.1,
+        "run__num_steps": 3,
+        "checkpoint__every": 1,
+    }
+    launch(arguments(tmp_path, tmp_path / "whole", **options), 1, tmp_path / "a")
+    options["run__num_steps"] = 2
+    launch(arguments(tmp_path, tmp_path / "broken", **options), 1, tmp_path / "b")
+    options |= {"run__num_steps": 3, "run__resume": "always"}
+    launch(arguments(tmp_path, tmp_path / "broken", **options), 1, tmp_path / "c")
+    whole = results(tmp_path / "whole")
+    assert results(tmp_path / "broken") == whole
+    assert whole[0]["train/reference_kl"] == 0.0 < whole[2]["train/reference_kl"]
