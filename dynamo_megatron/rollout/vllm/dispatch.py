@@ -97,14 +97,14 @@ class Dispatcher:
 
     def _look_for_hung(self) -> None:
         now = time.monotonic()
-        for ticket, replica in list(self._calls.items()):
-            _, since = self._progress[replica.number]
-            if now - since > self._hang_timeout_s:
-                del self._calls[ticket]
+        for replica in self._fleet.ready:  # whether or not it answers calls
+            held = self._schedule.held(replica.number)
+            _, since = self._progress.get(replica.number, (-1, now))
+            if held and now - since > self._hang_timeout_s:
                 self._lose(
                     replica,
-                    f"it holds {self._schedule.held(replica.number)} requests and made no step "
-                    f"for {now - since:.0f} s (rollout.vllm.hang_timeout_s).",
+                    f"it holds {held} requests and made no step for {now - since:.0f} s "
+                    "(rollout.vllm.hang_timeout_s).",
                 )
 
     def _lose(self, replica: RayReplica, reason: str) -> None:
