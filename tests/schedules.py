@@ -54,7 +54,7 @@ def parts_of(
     store = dist.FileStore(f"{config.run.dir}/store-{resume}", dist.get_world_size())
     stop = StopSignal()
     with ExitStack() as closing:
-        control = closing.enter_context(ControlPlane(store, group=world, timeout_s=30.0))
+        control = closing.enter_context(ControlPlane(store, group=world, timeout_s=10.0))
         closing.callback(parallel_state.destroy_model_parallel)
         inputs = build.read_inputs(config)
         topology = init_topology(tensor=config.parallel.tensor, pipeline=1, seed=config.run.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -165,32 +166,51 @@ def test_one_step_off_is_the_schedule_written_by_hand_bit_for_bit(tensor, tmp_pa
     assert [row["rollout/staleness"] for row in sync_rows] == [0] * 5
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_uninterrupted_one(tensor, tmp_path):
+@dataclass(frozen=True)
+class Whole:
+    """A run that was never interrupted, with a checkpoint of step 2 among its own."""
+
+    folder: Path
+    options: dict
+    states: list[tuple[LoopState, dict[str, Tensor]]]
+
+    def config(self, name: str, **overrides) -> Config:
+        return config_at(self.folder, name, mode="one_step_off", **(self.options | overrides))
+
+    def assert_equal(self, name: str, ends: list[tuple[LoopState, dict[str, Tensor]]]) -> None:
+        """Weights, history, counters, evaluations and metrics, bit for bit."""
+        assert rows_of(self.folder / name) == rows_of(self.folder / "whole")
+        for (state, weights), (want_state, want_weights) in zip(ends, self.states, strict=True):
+            assert state == want_state
+            assert_equal_weights(weights, want_weights)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def whole(request, tmp_path_factory) -> Whole:
     options = {
-        "mode": "one_step_off",
         "base": EVALUATED,
-        "parallel__tensor": tensor,
+        "parallel__tensor": request.param,
         "checkpoint__every": 2,
         "checkpoint__keep": 9,
         "evaluation__every": 2,
         "algorithm__allocation__decay": 0.5,
         "algorithm__allocation__refresh": "epoch",
     }
-    whole = config_at(tmp_path, "whole", **options)
-    want = run_on_ranks(run, tensor, whole, timeout=180)
-    want_rows = rows_of(tmp_path / "whole")
+    folder = tmp_path_factory.mktemp("schedule")
+    config = config_at(folder, "whole", mode="one_step_off", **options)
+    return Whole(folder, options, run_on_ranks(run, request.param, config, timeout=180))
 
-    # the run as it was when it died in step 3: nothing newer than the checkpoint of step 2
-    broken = config_at(tmp_path, "broken", **options)
-    run_on_ranks(run, tensor, broken, timeout=180)
-    for path in (tmp_path / "broken" / "checkpoints").glob("step_0000000[345]"):
-        path.rename(tmp_path / path.name)
-    got = run_on_ranks(lambda: run(broken, resume=True), tensor, timeout=180)
-    assert rows_of(tmp_path / "broken") == want_rows
-    for (state, weights), (want_state, want_weights) in zip(got, want, strict=True):
-        assert state == want_state
-        assert_equal_weights(weights, want_weights)
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_uninterrupted_one(whole):
+    # the run as a kill in step 3 leaves it: nothing newer than the checkpoint of step 2
+    name = "step_00000002"
+    shutil.copytree(
+        whole.folder / "whole" / "checkpoints" / name, whole.folder / "killed/checkpoints" / name
+    )
+    shutil.copy(whole.folder / "whole" / "metrics.jsonl", whole.folder / "killed")
+    config = whole.config("killed")
+    ends = run_on_ranks(lambda: run(config, resume=True), len(whole.states), timeout=180)
+    whole.assert_equal("killed", ends)
 
 
 def test_the_mode_may_change_when_a_run_goes_on(tmp_path):
@@ -358,27 +378,19 @@ def _stop_in_step_2(config: Config, *, before_update: bool):
     return state.step, state.ahead is not None, ended
 
 
-@pytest.mark.parametrize(
-    ("tensor", "before_update"), [(1, True), (1, False), (2, True), (2, False)]
-)
-def test_a_stop_during_the_overlap_saves_what_a_resume_needs(tensor, before_update, tmp_path):
-    options = {"mode": "one_step_off", "parallel__tensor": tensor, "checkpoint__every": 0}
-    whole = config_at(tmp_path, "whole", **options)
-    want = run_on_ranks(run, tensor, whole, timeout=180)
-    config = config_at(tmp_path, "stopped", **options)
+@pytest.mark.parametrize("before_update", [True, False], ids=["before", "within"])
+def test_a_stop_around_the_update_saves_what_a_resume_needs(before_update, whole):
+    name, ranks = f"stopped-{before_update}", len(whole.states)
+    config = whole.config(name, checkpoint__every=0)
     ends = run_on_ranks(
-        lambda: _stop_in_step_2(config, before_update=before_update), tensor, timeout=180
+        lambda: _stop_in_step_2(config, before_update=before_update), ranks, timeout=180
     )
     if before_update:
         # step 2 is undone, and its own rollouts saved; those of step 3 are given up
         assert ends[0] == (2, True, False)
     else:
         assert ends[0] == (3, True, True)
-    got = run_on_ranks(lambda: run(config, resume=True), tensor, timeout=180)
-    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
-    for (state, weights), (want_state, want_weights) in zip(got, want, strict=True):
-        assert state == want_state
-        assert_equal_weights(weights, want_weights)
+    whole.assert_equal(name, run_on_ranks(lambda: run(config, resume=True), ranks, timeout=180))
 
 
 def test_a_failure_in_the_background_ends_every_rank(tmp_path):
