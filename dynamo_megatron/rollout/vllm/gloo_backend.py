@@ -78,7 +78,7 @@ def split_flat(
     tensors, start = [], 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         count = torch.Size(shape).numel() * dtype.itemsize
-        tensors.append((name, flat[start : start + count].view(dtype).view(*shape)))
+        tensors.append((name, flat[start : start + count].view(dtype).view(torch.Size(shape))))
         start += count
     return tensors
 
