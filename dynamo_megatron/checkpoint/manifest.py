@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 
 from dynamo_megatron.checkpoint.errors import CheckpointError
 from dynamo_megatron.hf.architecture import Architecture
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MARKER = "complete.json"
@@ -168,6 +172,18 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
             f"{path} lacks or adds fields ({error}). The file was edited or damaged: delete its "
             "folder to fall back to the checkpoint before it."
         ) from None
+
+
+def tell_other_version(path: Path, manifest: Manifest) -> None:
+    """Log when another Megatron-Core wrote the tensors than the one installed."""
+    if manifest.megatron_core != (installed := version("megatron-core")):
+        logger.warning(
+            "%s was written by megatron-core %s, installed is %s: the tensors are checked by name "
+            "and shape only.",
+            path,
+            manifest.megatron_core,
+            installed,
+        )
 
 
 def verify_sizes(folder: Path, manifest: Manifest) -> None:

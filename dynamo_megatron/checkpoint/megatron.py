@@ -50,6 +50,7 @@ from dynamo_megatron.checkpoint.manifest import (
     hash_files,
     read_manifest,
     record_files,
+    tell_other_version,
     verify_hashes,
     verify_sizes,
     write_file,
@@ -314,7 +315,7 @@ class MegatronCheckpointer:
             if self._first:
                 marker = encode_manifest(manifest := read_manifest(path))
                 self._require_same_model(path, manifest, weights_only=weights_only)
-                _tell_other_version(path, manifest)
+                tell_other_version(path, manifest)
         marker = broadcast_bytes(marker, src=self._zero, group=self._group)
         manifest = decode_manifest(marker, path / MARKER)
         rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -383,17 +384,6 @@ class MegatronCheckpointer:
             "data": topology.data_size,
             "cuda": int(torch.cuda.is_available()),
         }
-
-
-def _tell_other_version(path: Path, manifest: Manifest) -> None:
-    if manifest.megatron_core != (installed := version("megatron-core")):
-        logger.warning(
-            "%s was written by megatron-core %s, installed is %s: the tensors are checked by name "
-            "and shape only.",
-            path,
-            manifest.megatron_core,
-            installed,
-        )
 
 
 def copy_hf_files(source: Path, folder: Path) -> None:
