@@ -74,11 +74,8 @@ class Recorder:
                 result.num_problems,
                 100 * result.format_rate,
             )
-            if len(result.sources) > 1:
-                logger.info(
-                    "held-out pass@1 by source: %s",
-                    ", ".join(f"{n} {100 * i.mean:.1f} %" for n, i in result.sources.items()),
-                )
+            if details := result.details():
+                logger.info("held-out: %s", ", ".join(details))
 
     def sampling(self, done: int, total: int, tokens: int) -> None:
         """Show how far a sampling is; may be called from another thread."""

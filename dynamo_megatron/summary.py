@@ -20,12 +20,7 @@ def summarize(run_dir: Path, state: LoopState, num_steps: int) -> str:
                 f"({100 * result.low:.1f} to {100 * result.high:.1f}, {result.num_problems} "
                 f"problems, right format {100 * result.format_rate:.1f} %)"
             )
-        if len(last.sources) > 1:
-            lines += [
-                f"    of {name}: {100 * found.mean:.1f} % ({100 * found.low:.1f} to "
-                f"{100 * found.high:.1f})"
-                for name, found in last.sources.items()
-            ]
+        lines += [f"    {detail}" for detail in last.details()]
     counters = state.counters
     lines += [
         f"left out or lost: {counters.truncated} truncated responses (scored as they stand), "

@@ -36,17 +36,18 @@ class HeldoutResult:
     failures: int
     figures: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def sources(self) -> dict[str, Interval]:
-        """pass@1 by source, for sources with a verified sample."""
-        end = "/pass@1"
-        return {
-            name.removesuffix(end): Interval(
-                mean=value, low=self.figures[f"{name}_low"], high=self.figures[f"{name}_high"]
-            )
-            for name, value in self.figures.items()
-            if name.endswith(end)
-        }
+    def details(self) -> list[str]:
+        """pass@k, majority vote and, of several sources, each one's pass@1, in words."""
+        rates = {name.removesuffix("_low") for name in self.figures if name.endswith("_low")}
+        sources = [name for name in self.figures if name in rates and "/" in name]
+        shown = [name for name in self.figures if name in rates and "/" not in name]
+        if len(sources) > 1:
+            shown += sources
+        return [
+            f"{name.removesuffix('/pass@1')} {100 * self.figures[name]:.1f} % "
+            f"({100 * self.figures[f'{name}_low']:.1f} to {100 * self.figures[f'{name}_high']:.1f})"
+            for name in shown
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Under the names of ``metrics.jsonl``."""

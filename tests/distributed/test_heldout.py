@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.evaluate.samples import SampleFile
 from dynamo_megatron.evaluate.summary import summarise
 from dynamo_megatron.parallel.control import ControlPlane
+from dynamo_megatron.reward.pool import RewardPool
 from dynamo_megatron.stages.heldout import HeldoutStage
 from dynamo_megatron.stages.sampling import RolloutTier
-from dynamo_megatron.types import FinishReason, Prompt, Verdict, VerdictStatus
+from dynamo_megatron.types import FinishReason, Prompt
 from tests.fakes import Script, ScriptedEngine
 from tests.ranks import run_on_ranks
 
@@ -36,21 +38,7 @@ SCRIPTS = {
 }
 
 
-class Digits:
-    """Right is the answer itself; a question mark is a verifier's failure."""
-
-    def score(self, items):
-        return [
-            Verdict(reward=0.0, status=VerdictStatus.ERROR, message="no")
-            if rollout.text == "?"
-            else Verdict(
-                reward=float(rollout.text == prompt.answer), extracted=rollout.text, formatted=True
-            )
-            for prompt, rollout in items
-        ]
-
-    def close(self):
-        pass
+SAME_TEXT = "tests.unit.reward.verifiers:same_text"
 
 
 def config(run_dir, **evaluation) -> Config:
@@ -70,13 +58,18 @@ def evaluated(run_dir, world_size, *, steps=(0,), **evaluation):
     store_file = run_dir.with_name(f"{run_dir.name}.store")
 
     def work():
-        zero = dist.get_rank() == 0
-        engine = ScriptedEngine(scripts=SCRIPTS) if zero else None
         store = dist.FileStore(str(store_file), world_size)
-        with ControlPlane(store, group=dist.group.WORLD, timeout_s=10) as control:
+        with ExitStack() as closing:
+            control = closing.enter_context(
+                ControlPlane(store, group=dist.group.WORLD, timeout_s=10)
+            )
+            engine = reward = None
+            if dist.get_rank() == 0:
+                engine = ScriptedEngine(scripts=SCRIPTS)
+                reward = closing.enter_context(RewardPool(SAME_TEXT, workers=1, timeout_s=30))
             tier = RolloutTier(
                 engine=engine,
-                reward=Digits() if zero else None,
+                reward=reward,
                 control=control,
                 group=dist.group.WORLD,
                 temperature=1.0,

@@ -37,14 +37,22 @@ def test_metrics_by_hand():
     for name in ("pass@1", "pass@2", "maj@2", "x/pass@1", "y/pass@1"):
         low, high = metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]
         assert 0.0 <= low <= metrics[f"eval/{name}"] <= high <= 1.0
-    assert set(result(TWO_SOURCES).sources) == {"x", "y"}
-    assert result(TWO_SOURCES).sources["x"].mean == pytest.approx(0.75)
+    words = result(TWO_SOURCES).details()
+    assert [word.split(" (")[0] for word in words] == [
+        "pass@2 66.7 %",
+        "maj@2 50.0 %",
+        "x 75.0 %",
+        "y 0.0 %",
+    ]
 
 
 def test_one_sample_of_each_problem_has_no_k():
     metrics = result([*problem("r", id="a"), *problem("w", id="b")], k=1).metrics()
     assert not [name for name in metrics if "maj@" in name or "pass@2" in name]
     assert metrics["eval/pass@1"] == 0.5 == metrics["eval/s/pass@1"]
+    # One source is all of them: nothing is said twice.
+    assert result(problem("rw", id="a"), k=1).details()[0].startswith("pass@2")
+    assert result(problem("r", id="a"), k=1).details() == []
 
 
 def test_failed_verifications_are_in_no_rate_but_in_the_lengths():
@@ -63,7 +71,7 @@ def test_failed_verifications_are_in_no_rate_but_in_the_lengths():
 def test_without_a_verified_sample_nothing_is_claimed():
     found = result(problem("ee", id="a"))
     assert (found.num_problems, found.pass_at_1, found.low, found.high) == (0, 0.0, 0.0, 1.0)
-    assert found.sources == {} and "eval/pass@2" not in found.metrics()
+    assert found.details() == [] and "eval/pass@2" not in found.metrics()
 
 
 def test_a_result_survives_json_exactly_and_older_ones_without_figures_are_read():
@@ -71,5 +79,5 @@ def test_a_result_survives_json_exactly_and_older_ones_without_figures_are_read(
     assert HeldoutResult(**json.loads(json.dumps(asdict(found)))) == found
     before = {name: value for name, value in asdict(found).items() if name != "figures"}
     old = HeldoutResult(**before)
-    assert old.pass_at_1 == found.pass_at_1 and old.sources == {}
+    assert old.pass_at_1 == found.pass_at_1 and old.details() == []
     assert "eval/pass@1" in old.metrics()

@@ -24,6 +24,13 @@ def echo(response: str, answer: str, prompt: str) -> Verification:
     return Verification(reward=float(len(response)), formatted=True, extracted=points)
 
 
+def same_text(response: str, answer: str, prompt: str) -> Verification:
+    """Right is the reference itself; a question mark cannot be verified."""
+    if response == "?":
+        raise ValueError("no answer")
+    return Verification(reward=float(response == answer), formatted=True, extracted=response)
+
+
 def two_arguments(response: str, answer: str) -> float:
     return 0.0
 
