@@ -6,8 +6,11 @@ Written against vLLM 0.32 and exercised with stand-ins for the communicator; not
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dynamo_megatron.rollout.vllm.transport import Bucket, Peer, Wait, free_port
@@ -36,6 +39,7 @@ class NcclTransport:
         self._address = address
         self._buffer_bytes = buffer_bytes
         self._group: Any = None
+        self._lock = Lock()  # a failed replica closes from the thread that watches it
 
     def connect(self, replicas: Sequence[Peer]) -> None:
         """A fresh communicator of this GPU and every GPU of the replicas."""
@@ -66,26 +70,58 @@ class NcclTransport:
         self._wait(tickets)
 
     def send(self, replicas: Sequence[Peer], bucket: Bucket, stored: Any) -> None:
-        """Broadcast the bucket while every worker receives."""
+        """Broadcast the bucket while every worker receives.
+
+        Raises:
+            RuntimeError: what a replica raised, or NCCL. The communicator is destroyed then.
+        """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
+        group = self._group
+        assert group is not None, "connect comes first"
         info = bucket.update_info()
-        tickets = [replica.call("receive_bucket", info) for replica in replicas]
-        packed_nccl_broadcast_producer(
-            iterator=_pairs(bucket),
-            group=self._group,
-            src=0,
-            post_iter_func=lambda pair: pair[1].contiguous(),
-            buffer_size_bytes=self._buffer_bytes,
-            num_buffers=NUM_BUFFERS,
-        )
-        self._wait(tickets)
+        # vLLM packs on streams of its own, which know nothing of what still fills the tensors.
+        torch.accelerator.synchronize()
+        received = self._watch([replica.call("receive_bucket", info) for replica in replicas])
+        try:
+            packed_nccl_broadcast_producer(
+                iterator=_pairs(bucket),
+                group=group,
+                src=0,
+                post_iter_func=lambda pair: pair[1].detach().to(group.device),
+                buffer_size_bytes=self._buffer_bytes,
+                num_buffers=NUM_BUFFERS,
+            )
+        except RuntimeError:
+            self.close()
+            if received.done():
+                received.result()  # why it broke: a replica that failed
+            raise
+        received.result()
+
+    def _watch(self, tickets: Sequence[Any]) -> Future[list[Any]]:
+        """Wait for the replicas beside the broadcast.
+
+        NCCL waits for a lost peer for ever. The first replica that fails ends the communicator,
+        and with it the broadcast.
+        """
+
+        def end_broadcast(received: Future[list[Any]]) -> None:
+            if received.exception() is not None:
+                self.close()
+
+        with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="nccl-watch")
+        received = with_one_thread.submit(self._wait, tickets)
+        received.add_done_callback(end_broadcast)
+        with_one_thread.shutdown(wait=False)
+        return received
 
     def close(self) -> None:
         """Destroy the communicator."""
-        if self._group is not None:
-            self._group.destroy()
-            self._group = None
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
 
 
 def _pairs(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

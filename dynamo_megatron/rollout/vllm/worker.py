@@ -106,12 +106,10 @@ def audit(
 
 def parts_of(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
     """Hugging Face names of the tensors that an engine parameter is made of."""
-    *path, module, kind = ["", *name.split(".")]
-    prefix = ".".join(path[1:])
-    return [
-        f"{prefix}.{part}.{kind}" if prefix else f"{part}.{kind}"
-        for part in packed.get(module, [module])
-    ]
+    path, _, kind = name.rpartition(".")
+    prefix, _, module = path.rpartition(".")
+    parts = packed.get(module, [module])
+    return [".".join(filter(None, (prefix, part, kind))) for part in parts]
 
 
 def packed_parts(model: nn.Module) -> Mapping[str, Sequence[str]]:

@@ -131,12 +131,14 @@ class ScriptedFleet:
             the number is not brought back.
         absent_for: calls of ``adopt`` until a replica that was lost is back.
         lost: number and reason of each loss.
+        cancelled: how often what was left was given up.
     """
 
     scripts: dict[int, Sequence[Sequence[Act]]]
     absent_for: int = 1
     version: int | None = 3
     lost: list[tuple[int, str]] = field(default_factory=list)
+    cancelled: int = 0
 
     def __post_init__(self) -> None:
         self.cluster = ScriptedCluster()
@@ -168,6 +170,9 @@ class ScriptedFleet:
         self.lost.append((replica.number, reason))
         if self._left[replica.number]:
             self._coming[replica.number] = self.absent_for
+
+    def cancel(self) -> None:
+        self.cancelled += 1
 
     def _start(self, number: int) -> None:
         replica = ScriptedReplica(number, self._left[number].popleft())

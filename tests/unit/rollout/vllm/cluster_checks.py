@@ -1,0 +1,66 @@
+"""What a failed call on Ray says to people. Run by ``test_own_process``: it imports Ray."""
+
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
+
+from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm.cluster import ReplicaLostError, translated
+from dynamo_megatron.rollout.vllm.replica import ReplicaError
+
+
+def failed(cause: Exception) -> RayTaskError:
+    return RayTaskError("exchange", "Traceback of the replica ...", cause)
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (ReplicaError("it holds other weights."), "it holds other weights."),
+        (RuntimeError("no room for the cache"), "no room for the cache"),
+        (ValueError("bad dtype"), "ValueError('bad dtype'): bad dtype"),
+    ],
+)
+def test_a_failed_call_says_its_cause_without_rays_frame(cause, text):
+    found = translated(failed(cause))
+    assert type(found) is RolloutError
+    assert str(found) == text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayActorError(error_msg="The actor died unexpectedly.\n  It was killed by signal 9.\n"),
+        ActorDiedError(),
+        OutOfMemoryError("Task was killed due to the node running low on memory."),
+    ],
+)
+def test_a_dead_process_is_a_lost_replica(error):
+    found = translated(error)
+    assert isinstance(found, ReplicaLostError)
+    assert str(found).startswith("its process died: ")
+
+
+def test_a_dead_process_is_told_by_the_last_line():
+    error = RayActorError(error_msg="The actor died.\n  It was killed by signal 9.\n\n")
+    told = str(translated(error))
+    assert "It was killed by signal 9." in told
+    assert "The actor died" not in told
+
+
+def test_a_replica_that_ran_out_of_memory_is_lost_not_wrong():
+    for cause in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        found = translated(failed(cause))
+        assert isinstance(found, ReplicaLostError)
+        assert str(found).startswith("it has no memory left: ")
+
+
+def test_whatever_else_fails_in_ray_is_called_rays():
+    found = translated(ObjectLostError("ab" * 14, None, "stack"))
+    assert type(found) is RolloutError
+    assert str(found).startswith("Ray failed: ")
