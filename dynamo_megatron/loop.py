@@ -86,11 +86,13 @@ def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> L
         state: where to start.
         saved_step: the step of which a checkpoint exists already.
     """
-    num_steps, first = parts.config.run.num_steps, state.step
+    num_steps = parts.config.run.num_steps
+    # After a start the first rollouts of its own weights; those that were saved are of older ones.
+    first_own = state.step + int(state.ahead is not None)
     try:
         state = evaluate_if_due(parts, state)
         while state.step < num_steps:
-            state = train_step(parts, state, first=state.step == first)
+            state = train_step(parts, state, gate=state.step == first_own)
             state = evaluate_if_due(parts, state)
             if _save_due(parts.config, state.step):
                 saved_step = save(parts, state)
@@ -107,7 +109,7 @@ def train(parts: Parts, state: LoopState, *, saved_step: int | None = None) -> L
     return state
 
 
-def train_step(parts: Parts, state: LoopState, *, first: bool) -> LoopState:
+def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
     """One step: the optimizer steps on one draw of prompts and their rollouts.
 
     With ``one_step_off`` the next step's rollouts are sampled meanwhile, by the weights that this
@@ -116,7 +118,7 @@ def train_step(parts: Parts, state: LoopState, *, first: bool) -> LoopState:
     Args:
         parts: of the run.
         state: before the step.
-        first: since the process began.
+        gate: compare sampler and trainer, where the rollouts are of the present weights.
     """
     config, clock = parts.config, Stopwatch()
     algorithm = config.algorithm
@@ -142,7 +144,7 @@ def train_step(parts: Parts, state: LoopState, *, first: bool) -> LoopState:
     with clock("stats"):
         old = parts.policy.token_stats(batch, plan)
         reference = parts.policy.reference_logp(batch, plan)
-    if first:
+    if gate:
         check_gate(parts, batch, old, scored, state.step, stale=stale)
     modulated = modulate_batch(
         batch, plan, old, algorithm.modulation, algorithm.clip, group=parts.group
@@ -307,8 +309,8 @@ def check_gate(
     """
     if stale:
         logger.info(
-            "step %d trains on rollouts by the weights before its own: sampler and trainer are not "
-            "compared after this start",
+            "step %d trains on rollouts by the weights before its own, as all that follow: sampler "
+            "and trainer are not compared after this start",
             step,
         )
         return

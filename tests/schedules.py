@@ -50,8 +50,7 @@ def parts_of(
     """
     world = dist.group.WORLD
     assert world is not None
-    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    store = dist.FileStore(f"{config.run.dir}/store-{resume}", dist.get_world_size())
+    store = dist.distributed_c10d._get_default_store()
     stop = StopSignal()
     with ExitStack() as closing:
         control = closing.enter_context(ControlPlane(store, group=world, timeout_s=10.0))

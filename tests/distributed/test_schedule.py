@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from dynamo_megatron.parallel.broadcast import broadcast_bytes
 from dynamo_megatron.parallel.codec import decode_groups, encode_groups
 from dynamo_megatron.parallel.errors import PeerError
 from dynamo_megatron.protocols import RolloutEngine
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RolloutError, SamplerMismatchError
 from dynamo_megatron.signals import StopSignal
 from dynamo_megatron.stages.advantages import rollout_advantages
 from dynamo_megatron.stages.allocation import allocate
@@ -342,6 +343,58 @@ def test_evaluations_and_rollouts_use_the_weights_that_they_say(tmp_path):
         *("load 3", *evaluation),
         "close",
     ]
+
+
+@dataclass
+class Skewed(Watched):
+    """Reports other logprobs than it sampled with, in one step."""
+
+    at: int = 0
+
+    def generate(self, prompts, sizes, *, step, on_rollout, **options):
+        def changed(rollout):
+            if step != self.at:
+                return rollout
+            return replace(rollout, logprobs=tuple(p - 0.5 for p in rollout.logprobs))
+
+        return [
+            changed(rollout)
+            for rollout in self.inner.generate(
+                prompts,
+                sizes,
+                step=step,
+                on_rollout=lambda rollout: on_rollout(changed(rollout)),
+                **options,
+            )
+        ]
+
+
+def test_sampler_and_trainer_are_compared_where_they_must_agree(tmp_path, caplog):
+    """In the first rollouts of their own weights after a start, and in no stale ones."""
+    options = {"run__num_steps": 3, "checkpoint__every": 1, "checkpoint__keep": 9}
+    ahead = config_at(tmp_path, "run", mode="one_step_off", **options)
+    sync = config_at(tmp_path, "run", mode="sync", **options)
+
+    def outcome(config, at: int, *, resume: bool = False) -> str:
+        try:
+            with caplog.at_level(logging.INFO):
+                run(config, resume=resume, engine=lambda engine: Skewed(engine, at=at))
+        except SamplerMismatchError:
+            return "refused"
+        return f"trained, {caplog.text.count('are not compared')} notes"
+
+    assert run_on_ranks(outcome, 1, ahead, 0, timeout=120) == ["refused"]
+    shutil.rmtree(tmp_path / "run")
+    assert run_on_ranks(outcome, 1, ahead, 1, timeout=120) == ["trained, 0 notes"]
+    # Go on from step 1, which trains on what was sampled ahead. Step 2 is stale too, or its own.
+    assert _from_step_1(lambda: outcome(ahead, 2, resume=True), tmp_path) == "trained, 1 notes"
+    assert _from_step_1(lambda: outcome(sync, 2, resume=True), tmp_path) == "refused"
+
+
+def _from_step_1(work: Callable[[], str], tmp_path: Path) -> str:
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_0000000{step}")
+    return run_on_ranks(work, 1, timeout=120)[0]
 
 
 def _stop_in_step_2(config: Config, *, before_update: bool):
