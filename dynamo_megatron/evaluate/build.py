@@ -20,6 +20,7 @@ from dynamo_megatron.data.tokenizer import load_tokenizer, pad_token_id, stop_to
 from dynamo_megatron.protocols import RolloutEngine
 from dynamo_megatron.reward.pool import VERIFIERS, RewardPool
 from dynamo_megatron.rollout.hf_engine import HfEngine
+from dynamo_megatron.rollout.vllm.build import VllmSpec, build_vllm_engine
 from dynamo_megatron.types import Prompt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -99,7 +100,28 @@ def _hf_engine(spec: EngineSpec) -> RolloutEngine:
     )
 
 
-ENGINES: Mapping[str, Callable[[EngineSpec], RolloutEngine]] = {"hf": _hf_engine}
+def _vllm_engine(spec: EngineSpec) -> RolloutEngine:
+    return build_vllm_engine(
+        VllmSpec(
+            model_dir=spec.model_dir.resolve(),
+            dtype=spec.dtype,
+            max_tokens=spec.max_tokens,
+            max_model_len=spec.max_model_len,
+            stop_token_ids=stop_token_ids(load_tokenizer(spec.model_dir), spec.model_dir),
+            use_gpu=torch.cuda.is_available(),
+            replicas=spec.replicas,
+            tensor=spec.tensor_parallel,
+            max_num_seqs=spec.batch_size,
+            load_weights=True,
+            transport="object_store",
+        )
+    )
+
+
+ENGINES: Mapping[str, Callable[[EngineSpec], RolloutEngine]] = {
+    "hf": _hf_engine,
+    "vllm": _vllm_engine,
+}
 """Engines by name; each gives the weights of the folder as version 0."""
 
 

@@ -103,7 +103,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--verifier-timeout", type=_above_zero, default=10.0, metavar="SECONDS")
     add("--workers", type=_positive, default=1, help="processes that verify (1)")
-    add("--engine", default="hf", help="what generates (hf)")
+    add("--engine", default="hf", choices=("hf", "vllm"), help="what generates (hf)")
     add("--batch-size", type=_positive, default=64, help="sequences a replica decodes at once (64)")
     add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (1)")
     add(
