@@ -44,6 +44,16 @@ def test_a_response_is_verified_while_the_next_one_is_still_awaited(pool, tmp_pa
         assert [verdict.reward for verdict in scoring.verdicts()] == [1.0, 1.0, 2.0]
 
 
+def test_a_response_wakes_the_pool_from_its_sleep(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.reward.pool._POLL_S", 60.0)
+    pool.check()
+    with pool.stream() as scoring:
+        time.sleep(0.1)
+        scoring.submit(*item(f"mark {tmp_path / 'mark'}"))
+        assert wait_for(tmp_path / "mark")
+        assert [verdict.reward for verdict in scoring.verdicts()] == [1.0]
+
+
 @pytest.mark.parametrize("pause_s", [0.0, 0.002])
 def test_the_verdicts_are_those_of_score(pool, pause_s):
     responses = ["value true", "raise boom", "value nan", "exit 0", "value int", "die 3", "nope"]
