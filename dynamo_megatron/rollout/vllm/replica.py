@@ -319,8 +319,14 @@ def prepare_environment(settings: ReplicaSettings) -> None:
 
 def build_engine(settings: ReplicaSettings) -> Any:
     """The engine, in this process."""
-    from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(engine_arguments(settings))
+
+
+def engine_arguments(settings: ReplicaSettings) -> Any:
+    """The ``EngineArgs`` of vLLM that the settings stand for."""
+    from vllm import EngineArgs
 
     from dynamo_megatron.rollout.vllm.worker import EXTENSION
 
@@ -334,7 +340,7 @@ def build_engine(settings: ReplicaSettings) -> Any:
         optional["max_num_batched_tokens"] = max(BATCHED_TOKENS, settings.max_model_len)
     if settings.transfer_backend is not None:
         optional["weight_transfer_config"] = {"backend": settings.transfer_backend}
-    arguments = EngineArgs(
+    return EngineArgs(
         model=settings.model_dir,
         dtype=settings.dtype,  # pyright: ignore[reportArgumentType]
         tensor_parallel_size=settings.tensor_parallel,
@@ -353,7 +359,6 @@ def build_engine(settings: ReplicaSettings) -> Any:
         seed=0,
         **optional,
     )
-    return LLMEngine.from_engine_args(arguments)
 
 
 def _kv_cache_tokens(engine: Any) -> int:
