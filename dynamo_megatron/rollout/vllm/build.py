@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -116,6 +117,7 @@ def build_vllm_engine(spec: VllmSpec) -> VllmEngine:
             transport=transport,
             bucket_bytes=spec.bucket_mib * MIB,
             start_timeout_s=spec.start_timeout_s,
+            hang_timeout_s=spec.hang_timeout_s,
             max_restarts=spec.max_restarts,
         )
         fleet.start()
@@ -128,7 +130,6 @@ def build_vllm_engine(spec: VllmSpec) -> VllmEngine:
         window=spec.max_num_seqs + max(1, spec.max_num_seqs // LOOKAHEAD),
         probe_tokens=spec.probe_tokens,
         hang_timeout_s=spec.hang_timeout_s,
-        start_timeout_s=spec.start_timeout_s,
         top_p=spec.top_p,
         top_k=spec.top_k,
     )
@@ -165,14 +166,20 @@ def _transport(spec: VllmSpec, cluster: RayCluster) -> tuple[Transport, str | No
             "rollout.vllm.transport=nccl sends from GPU to GPU, and there is none here. Set "
             "rollout.vllm.transport=auto."
         )
+    collect = partial(cluster.wait, timeout_s=spec.hang_timeout_s)
     if name == "object_store":
-        return ObjectStoreTransport(cluster.wait), None
+        return ObjectStoreTransport(collect), None
     address = LOOPBACK if cluster.is_local else cluster.own_address()
     if name == "gloo":
-        gloo = GlooTransport(cluster.wait, workers_per_replica=spec.tensor, address=address)
+        gloo = GlooTransport(
+            collect,
+            workers_per_replica=spec.tensor,
+            address=address,
+            timeout_s=spec.hang_timeout_s,
+        )
         return gloo, gloo.backend
     nccl = NcclTransport(
-        cluster.wait,
+        collect,
         workers_per_replica=spec.tensor,
         address=address,
         buffer_bytes=max(spec.bucket_mib * MIB, _largest_tensor(spec.model_dir)),

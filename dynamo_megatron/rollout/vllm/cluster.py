@@ -8,12 +8,14 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm.watch import RayWatch
 from dynamo_megatron.rollout.vllm.wire import ReplicaFacts, ReplicaSettings
 
 if TYPE_CHECKING:
@@ -25,10 +27,12 @@ CALLS_AT_ONCE = 4
 """Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
 SHORT_TEMP = 40
 """Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
+WAIT_SLICE_S = 1.0
+"""A wait looks so often whether Ray is still there."""
 
 
 class ReplicaLostError(RuntimeError):
-    """A replica's process is gone."""
+    """A replica's process is gone, or does not answer."""
 
 
 class RayCluster:
@@ -61,12 +65,14 @@ class RayCluster:
         self._address = address
         self._gpus = gpus_per_replica
         self._closed = False
+        self._watch = RayWatch()
         self._lock = threading.Lock()
         if address is None:
             self._start(num_replicas, gpu_ids, object_store_bytes)
         else:
             self._join(address)
         try:
+            self._watch.start(_services())
             self._group = self._place(num_replicas, timeout_s)
         except BaseException:
             self.close()
@@ -83,8 +89,17 @@ class RayCluster:
 
         return ray.util.get_node_ip_address()
 
+    def require(self) -> None:
+        """Pass while Ray is there and open.
+
+        Raises:
+            RolloutError: it is not.
+        """
+        self._watch.require()
+
     def replica(self, number: int, settings: ReplicaSettings) -> RayReplica:
         """Start a replica's process in its place. Its engine is not built yet."""
+        self.require()
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -106,34 +121,47 @@ class RayCluster:
         """Store an object; returns its reference."""
         import ray
 
+        self.require()
         return ray.put(value)
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         """The results of calls, in order.
 
         Raises:
-            ReplicaLostError: a replica's process died.
-            RolloutError: a call failed, with its reason; or took longer than ``timeout_s``.
+            ReplicaLostError: a replica's process died, or took longer than ``timeout_s``.
+            RolloutError: a call failed, with its reason; or Ray is gone.
         """
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
-        try:
-            return ray.get(list(tickets), timeout=timeout_s)
-        except GetTimeoutError:
-            raise RolloutError(f"a replica did not answer within {timeout_s:g} s.") from None
-        except RayError as error:
-            raise translated(error) from error
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self.require()
+            left = WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
+            try:
+                return ray.get(list(tickets), timeout=max(0.0, min(WAIT_SLICE_S, left)))
+            except GetTimeoutError:
+                if left <= WAIT_SLICE_S and deadline is not None:
+                    raise ReplicaLostError(
+                        f"a replica did not answer within {timeout_s:g} s."
+                    ) from None
+            except RayError as error:
+                raise translated(error) from error
 
     def first_done(self, tickets: Sequence[Any], timeout_s: float) -> list[Any]:
         """Those of the calls that have ended, after the first one or ``timeout_s``."""
         import ray
 
+        self.require()
         ready, _ = ray.wait(list(tickets), num_returns=1, timeout=timeout_s)
         if not ready:
             return []
         more, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=0)
         return more
+
+    def stop_waiting(self) -> None:
+        """Have every ``wait`` of another thread give up."""
+        self._watch.close()
 
     def close(self) -> None:
         """End the replicas and give their place back; end Ray where it was started here."""
@@ -143,6 +171,7 @@ class RayCluster:
             if self._closed:
                 return
             self._closed = True
+        self._watch.close()
         if ray.is_initialized():
             if not self.is_local:
                 _remove_placement(self)
@@ -213,6 +242,19 @@ class RayReplica:
         ray.kill(self._actor, no_restart=True)
 
 
+def _services() -> dict[str, tuple[str, int]]:
+    """What must be there: Ray's head, and Ray's process on this node."""
+    import ray
+
+    context = ray.get_runtime_context()
+    host, port = context.gcs_address.rsplit(":", 1)
+    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    return {
+        "its head service": (host, int(port)),
+        "its service on this node": (here["NodeManagerAddress"], here["NodeManagerPort"]),
+    }
+
+
 def translated(error: Exception) -> Exception:
     """What a failed call says to people: the cause, without Ray's frame."""
     from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -220,6 +262,8 @@ def translated(error: Exception) -> Exception:
     if isinstance(error, RayTaskError):
         cause = error.cause if isinstance(error.cause, Exception) else error
         text = str(cause).strip()
+        if isinstance(cause, MemoryError) or "allocate memory" in text or "out of memory" in text:
+            return ReplicaLostError(f"it has no memory left: {text or repr(cause)}")
         return RolloutError(text if isinstance(cause, RuntimeError) else f"{cause!r}: {text}")
     if isinstance(error, RayActorError | OutOfMemoryError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -32,7 +32,6 @@ class EngineSettings:
         window: requests a replica holds at a time.
         probe_tokens: length of a probe.
         hang_timeout_s: after which a replica that makes no step is lost.
-        start_timeout_s: longest answer to a probe.
         top_p: kept probability mass.
         top_k: kept tokens; 0 keeps all.
     """
@@ -42,7 +41,6 @@ class EngineSettings:
     window: int
     probe_tokens: int
     hang_timeout_s: float
-    start_timeout_s: float
     top_p: float = 1.0
     top_k: int = 0
 
@@ -166,7 +164,7 @@ class VllmEngine:
             ]
             for replica in replicas
         }
-        found = self._fleet.exchange_all(requests, sampling, self._settings.start_timeout_s)
+        found = self._fleet.exchange_all(requests, sampling)
         return [
             self._as_rollout(wanted[replica.number, prompt.id], samples[f"probe/{prompt.id}"])
             for prompt in prompts

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from dynamo_megatron.rollout.errors import RolloutError
 from dynamo_megatron.rollout.vllm.cluster import RayCluster, RayReplica, ReplicaLostError
-from dynamo_megatron.rollout.vllm.transport import Bucket, Transport, buckets
+from dynamo_megatron.rollout.vllm.transport import Transport, buckets
 from dynamo_megatron.rollout.vllm.wire import (
     Exchange,
     ReplicaSettings,
     Sample,
     SampleRequest,
     Sampling,
-    UpdateAudit,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Fleet:
         transport: brings weights to them.
         bucket_bytes: size of a bucket.
         start_timeout_s: for one engine to be built.
+        hang_timeout_s: after which a replica that does not answer, or makes no step, is lost.
         max_restarts: of all replicas between two weight updates.
     """
 
@@ -55,6 +57,7 @@ class Fleet:
         transport: Transport,
         bucket_bytes: int,
         start_timeout_s: float,
+        hang_timeout_s: float,
         max_restarts: int,
     ) -> None:
         self.cluster = cluster
@@ -63,6 +66,7 @@ class Fleet:
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._start_timeout_s = start_timeout_s
+        self._hang_timeout_s = hang_timeout_s
         self._max_restarts = max_restarts
         self._restarts = 0
         self._ready: dict[int, RayReplica] = {}
@@ -71,7 +75,6 @@ class Fleet:
         self._probed: dict[int, tuple[list[SampleRequest], Sampling, dict[str, Sample]]] = {}
         self._version: int | None = 0 if settings.load_weights else None
         self._connected: tuple[RayReplica, ...] = ()
-        self._workers = ThreadPoolExecutor(num_replicas, thread_name_prefix="replica-restart")
 
     @property
     def version(self) -> int | None:
@@ -115,38 +118,40 @@ class Fleet:
         self._version, self._stored, self._probed, self._restarts = None, [], {}, 0
         self._await_revived()
         taking_part = self.ready
-        failure: ReplicaLostError | None = None
-        try:
-            self._begin(taking_part)
-        except ReplicaLostError as error:
-            failure = error
+        failure = self._begin(taking_part)
         for bucket in buckets(weights, self._bucket_bytes):
             self._stored.append(self.cluster.put(bucket.safetensors()))
-            failure = failure or self._send(taking_part, bucket)
+            failure = failure or self._attempt(
+                taking_part, partial(self._transport.send, taking_part, bucket, self._stored[-1])
+            )
         self._version = version
         if failure is None:
             failure = self._end(taking_part, version)
         if failure is not None:
-            logger.warning("during the weight update: %s", failure)
-            self._restore(taking_part)
+            self._restore(taking_part, f"a weight update broke: {failure}")
         if not self._ready and not self._reviving:
             raise RolloutError("no replica is left after the weight update.")
 
     def exchange_all(
-        self, requests: dict[int, list[SampleRequest]], sampling: Sampling, timeout_s: float
+        self, requests: dict[int, list[SampleRequest]], sampling: Sampling
     ) -> dict[int, dict[str, Sample]]:
-        """Have each ready replica answer its own requests, all of them; for probes."""
-        found: dict[int, dict[str, Sample]] = {}
-        for replica in self.ready:
-            found[replica.number] = self._answers(
-                replica, requests[replica.number], sampling, timeout_s
-            )
-            self._probed[replica.number] = (
-                requests[replica.number],
-                sampling,
-                found[replica.number],
-            )
-        return found
+        """Have each replica answer its own requests, all of them; for probes.
+
+        A replica that is lost is brought back for it.
+        """
+        missing = set(requests)
+        while missing:
+            for replica in [r for r in self.ready if r.number in missing]:
+                asked = requests[replica.number]
+                try:
+                    found = self._answers(replica, asked, sampling)
+                except (ReplicaLostError, RolloutError) as error:
+                    self.lose(replica, f"during a probe: {error}")
+                    continue
+                self._probed[replica.number] = asked, sampling, found
+                missing.remove(replica.number)
+            self._await_revived()
+        return {number: self._probed[number][2] for number in requests}
 
     def cancel(self) -> None:
         """Have every replica forget its requests, after a round that was given up."""
@@ -162,36 +167,33 @@ class Fleet:
         Raises:
             RolloutError: too many were lost since the last weight update.
         """
+        self.cluster.require()
         self._ready.pop(replica.number, None)
         replica.kill()
-        self._restarts += 1
-        if self._restarts > self._max_restarts:
-            raise RolloutError(
-                f"{self._restarts} replicas were lost since the last weight update, more than "
-                f"rollout.vllm.max_restarts={self._max_restarts}. The last one, replica "
-                f"{replica.number}: {reason} Look at memory (rollout.vllm.max_num_seqs, "
-                "kv_cache_mib, gpu_memory_utilization) and at the node."
-            )
-        logger.warning(
-            "replica %d is lost: %s It is started again, its rollouts are sampled elsewhere.",
-            replica.number,
-            reason,
-        )
-        self._reviving[replica.number] = self._workers.submit(self._revive, replica.number)
+        self._count_loss(replica.number, reason)
+        self._start_again(replica.number)
 
     def adopt(self) -> list[RayReplica]:
         """Replicas that came back since the last call.
 
         Raises:
-            RolloutError: one could not be brought back.
+            RolloutError: one could not be brought back, or Ray is gone.
         """
+        self.cluster.require()
         back = []
         for number, future in list(self._reviving.items()):
-            if future.done():
-                del self._reviving[number]
-                back.append(future.result())
-                self._ready[number] = back[-1]
-                logger.info("replica %d is back with version %s", number, self._version)
+            if not future.done():
+                continue
+            del self._reviving[number]
+            try:
+                replica = future.result()
+            except ReplicaLostError as error:
+                self._count_loss(number, f"while it was started again: {error}")
+                self._start_again(number)
+                continue
+            back.append(replica)
+            self._ready[number] = replica
+            logger.info("replica %d is back with version %s", number, self._version)
         return back
 
     @property
@@ -201,85 +203,133 @@ class Fleet:
 
     def close(self) -> None:
         """End all replicas."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self.cluster.stop_waiting()
+        wait(self._reviving.values(), timeout=CANCEL_TIMEOUT_S)
         self._transport.close()
         self.cluster.close()
 
-    def _begin(self, replicas: Sequence[RayReplica]) -> None:
-        if self._connected != tuple(replicas):
-            self._transport.connect(replicas)
+    def _begin(self, replicas: Sequence[RayReplica]) -> ReplicaLostError | None:
+        # A group is formed with replicas that answer only: it would wait for the others.
+        failure = self._attempt(replicas, partial(self._call_all, replicas, "start"))
+        if failure is None and self._connected != tuple(replicas):
+            failure = self._attempt(replicas, partial(self._transport.connect, replicas))
             self._connected = tuple(replicas)
-        self.cluster.wait([replica.call("begin_update") for replica in replicas])
+        return failure or self._attempt(replicas, partial(self._call_all, replicas, "begin_update"))
 
-    def _send(self, replicas: Sequence[RayReplica], bucket: Bucket) -> ReplicaLostError | None:
+    def _end(self, replicas: Sequence[RayReplica], version: int) -> ReplicaLostError | None:
+        return self._attempt(replicas, partial(self._call_all, replicas, "end_update", version))
+
+    def _call_all(self, replicas: Sequence[RayReplica], method: str, *args: Any) -> list[Any]:
+        return self.cluster.wait(
+            [replica.call(method, *args) for replica in replicas], self._hang_timeout_s
+        )
+
+    def _attempt(
+        self, replicas: Sequence[RayReplica], part: Callable[[], object]
+    ) -> ReplicaLostError | None:
+        """Do a part of a weight update; returns the loss of a replica as its failure.
+
+        Raises:
+            RolloutError: it failed, and every replica is there: the weights do not fit.
+        """
         try:
-            self._transport.send(replicas, bucket, self._stored[-1])
+            part()
         except ReplicaLostError as error:
             return error
-        except RuntimeError as error:
-            if isinstance(error, RolloutError):
+        except RolloutError as error:
+            # A replica whose neighbour was lost in a broadcast complains before Ray does.
+            if self._all_answer(replicas):
                 raise
+            return ReplicaLostError(str(error))
+        except RuntimeError as error:
             return ReplicaLostError(f"the broadcast of weights broke: {error}")
         return None
 
-    def _end(self, replicas: Sequence[RayReplica], version: int) -> ReplicaLostError | None:
+    def _all_answer(self, replicas: Sequence[RayReplica]) -> bool:
         try:
-            audits: list[UpdateAudit] = self.cluster.wait(
-                [replica.call("end_update", version) for replica in replicas]
-            )
-        except ReplicaLostError as error:
-            return error
-        logger.debug("version %d: %s", version, audits[0] if audits else "no replica")
-        return None
+            self._call_all(replicas, "start")
+        except ReplicaLostError:
+            return False
+        return True
 
-    def _restore(self, replicas: Sequence[RayReplica]) -> None:
-        """After a broken update: every replica anew, from the object store."""
+    def _restore(self, replicas: Sequence[RayReplica], reason: str) -> None:
+        """After a broken update: every replica anew, from the object store.
+
+        Those that are there may have loaded a part. It counts as one loss.
+        """
         self._connected = ()
+        self._count_loss(None, reason)
         for replica in replicas:
-            self.lose(replica, "it took part in a weight update that broke.")
+            self._ready.pop(replica.number, None)
+            replica.kill()
+            self._start_again(replica.number)
         self._await_revived()
 
-    def _await_revived(self) -> None:
-        for future in list(self._reviving.values()):
+    def _count_loss(self, number: int | None, reason: str) -> None:
+        who = "all replicas" if number is None else f"replica {number}"
+        self._restarts += 1
+        if self._restarts > self._max_restarts:
+            raise RolloutError(
+                f"{self._restarts} replicas were lost since the last weight update, more than "
+                f"rollout.vllm.max_restarts={self._max_restarts}. The last time, {who}: {reason} "
+                "Look at memory (rollout.vllm.max_num_seqs, kv_cache_mib, "
+                "gpu_memory_utilization) and at the node."
+            )
+        logger.warning("%s: %s It is started again and given the weights.", who, reason)
+
+    def _start_again(self, number: int) -> None:
+        future: Future[RayReplica] = Future()
+        self._reviving[number] = future
+
+        def start() -> None:
             try:
-                future.result()
-            finally:
-                self.adopt()
+                future.set_result(self._revive(number))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # A daemon: where Ray is gone, a call may never return, and must not keep this process.
+        threading.Thread(target=start, name=f"restart-{number}", daemon=True).start()
+
+    def _await_revived(self) -> None:
+        while self._reviving:
+            wait(self._reviving.values(), timeout=1.0)
+            self.adopt()
 
     def _revive(self, number: int) -> RayReplica:
         """A new process in the old place, with the current weights, checked."""
         replica = self.cluster.replica(number, self._settings)
-        wait = self.cluster.wait
-        (replica.facts,) = wait([replica.call("start")], self._start_timeout_s)
-        if self._stored and self._version is not None:
-            wait([replica.call("begin_update")])
-            for stored in self._stored:
-                wait([replica.call("load_bucket", stored)])
-            wait([replica.call("end_update", self._version)])
-        if number in self._probed:
-            requests, sampling, before = self._probed[number]
-            after = self._answers(replica, requests, sampling, self._start_timeout_s)
-            _require_same(number, before, after)
+        try:
+            (replica.facts,) = self.cluster.wait([replica.call("start")], self._start_timeout_s)
+            if self._stored and self._version is not None:
+                self._load_stored(replica, self._stored, self._version)
+            if number in self._probed:
+                requests, sampling, before = self._probed[number]
+                _require_same(number, before, self._answers(replica, requests, sampling))
+        except BaseException:
+            replica.kill()
+            raise
         return replica
 
+    def _load_stored(self, replica: RayReplica, stored: Sequence[Any], version: int) -> None:
+        self._call_all([replica], "begin_update")
+        for bucket in stored:
+            self._call_all([replica], "load_bucket", bucket)
+        self._call_all([replica], "end_update", version)
+
     def _answers(
-        self,
-        replica: RayReplica,
-        requests: list[SampleRequest],
-        sampling: Sampling,
-        timeout_s: float,
+        self, replica: RayReplica, requests: list[SampleRequest], sampling: Sampling
     ) -> dict[str, Sample]:
-        deadline, found, new = time.monotonic() + timeout_s, {}, requests
+        found: dict[str, Sample] = {}
+        new, steps, since = requests, -1, time.monotonic()
         while len(found) < len(requests):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RolloutError(f"replica {replica.number} did not answer within {timeout_s} s.")
             answer: Exchange
-            (answer,) = self.cluster.wait(
-                [replica.call("exchange", new, sampling, min(1.0, left))], left + 1.0
-            )
+            (answer,) = self._call_all([replica], "exchange", new, sampling, 1.0)
             found.update({sample.key: sample for sample in answer.samples})
             new = []
+            if answer.steps != steps:
+                steps, since = answer.steps, time.monotonic()
+            elif time.monotonic() - since > self._hang_timeout_s:
+                raise ReplicaLostError(f"it made no step for {self._hang_timeout_s:g} s.")
         return found
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "dynamo_gloo"
-TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +28,7 @@ class Rendezvous:
         port: of the store there.
         address: the address that this process's gloo listens on.
         world_size: the trainer and all workers.
+        timeout_s: for all to come, and for a collective.
     """
 
     file: str | None
@@ -36,23 +36,26 @@ class Rendezvous:
     port: int
     address: str
     world_size: int
+    timeout_s: float
 
     def join(self, rank: int) -> dist.ProcessGroupGloo:
         """Enter the group. Collective."""
+        timeout = timedelta(seconds=self.timeout_s)
         if self.file is not None:
             store = dist.FileStore(self.file, self.world_size)
+            store.set_timeout(timeout)
         else:
             store = dist.TCPStore(
                 self.host,
                 self.port,
                 self.world_size,
                 is_master=rank == 0,
-                timeout=TIMEOUT,
+                timeout=timeout,
                 wait_for_workers=False,
             )
         # torch's type stubs lag behind.
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = TIMEOUT
+        options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
         return dist.ProcessGroupGloo(store, rank, self.world_size, options)
 

@@ -149,14 +149,23 @@ class GlooTransport:
         wait: collects calls.
         workers_per_replica: processes of a replica that receive.
         address: this node's address, as replicas reach it; the loopback where all are here.
+        timeout_s: for the group to form, and for a bucket.
     """
 
     backend = BACKEND
 
-    def __init__(self, wait: Wait, *, workers_per_replica: int, address: str = LOOPBACK) -> None:
+    def __init__(
+        self,
+        wait: Wait,
+        *,
+        workers_per_replica: int,
+        address: str = LOOPBACK,
+        timeout_s: float = 120.0,
+    ) -> None:
         self._wait = wait
         self._workers = workers_per_replica
         self._address = address
+        self._timeout_s = timeout_s
         self._group: dist.ProcessGroupGloo | None = None
         self._folder: str | None = None
 
@@ -171,6 +180,7 @@ class GlooTransport:
             "host": self._address,
             "port": 0 if local else free_port(self._address),
             "world_size": 1 + self._workers * len(replicas),
+            "timeout_s": self._timeout_s,
         }
         tickets = [
             replica.call(
