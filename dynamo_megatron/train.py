@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,28 +28,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         that a user can do something about are one message; others come with a traceback.
     """
     config = config_from_arguments(argv)
-    # Torch and Megatron-Core take seconds to import; a typo is answered before that.
-    from dynamo_megatron.parallel.errors import PeerError
-
-    rank = int(os.environ.get("RANK", "0"))
-    run_dir = Path(config.run.dir)
+    report = _Report(int(os.environ.get("RANK", "0")), Path(config.run.dir))
     try:
-        _open_run_dir(rank, run_dir)
-        run(config)
-    except PeerError as error:
-        logger.error("rank %d stops: %s", rank, error)
-        return FAILED
-    except OSError as error:
-        logger.error("%s%s", error, _advice(error, run_dir))
-        return FAILED
-    except ValueError as error:
-        logger.error("%s", error)
-        return FAILED
-    except RuntimeError as error:
-        known = type(error).__module__.startswith("dynamo_megatron.")
-        logger.error("%s", error, exc_info=not known)
+        _open_run_dir(report.rank, report.run_dir)
+        run(config, on_failure=report)
+    except (OSError, ValueError, RuntimeError) as error:
+        report(error)
         return FAILED
     return 0
+
+
+class _Report:
+    """Logs the failure of a run, once: at once where it happens, or at the latest at the end.
+
+    Closing an engine takes seconds, in which a launcher that saw another rank end ends this one.
+    """
+
+    def __init__(self, rank: int, run_dir: Path) -> None:
+        self.rank = rank
+        self.run_dir = run_dir
+        self._reported: BaseException | None = None
+
+    def __call__(self, error: BaseException) -> None:
+        from dynamo_megatron.parallel.errors import PeerError
+
+        if error is self._reported:
+            return
+        self._reported = error
+        if isinstance(error, PeerError):
+            logger.error("rank %d stops: %s", self.rank, error)
+        elif isinstance(error, OSError):
+            logger.error("%s%s", error, _advice(error, self.run_dir))
+        else:
+            own = type(error).__module__.startswith("dynamo_megatron.")
+            known = own or isinstance(error, ValueError)
+            logger.error("%s", error, exc_info=None if known else error)
 
 
 def _advice(error: OSError, run_dir: Path) -> str:
@@ -74,8 +87,13 @@ def _open_run_dir(rank: int, run_dir: Path) -> None:
         ) from None
 
 
-def run(config: Config) -> None:
-    """Train as configured. Collective: every rank of the launch calls it."""
+def run(config: Config, on_failure: Callable[[BaseException], None] | None = None) -> None:
+    """Train as configured. Collective: every rank of the launch calls it.
+
+    Args:
+        config: the run's.
+        on_failure: told of an error of the training before anything is closed because of it.
+    """
     import megatron_patches
 
     megatron_patches.apply()
@@ -101,11 +119,11 @@ def run(config: Config) -> None:
     assert group is not None, "init_torch_distributed makes it"
     with ControlPlane(store, group=group, timeout_s=config.run.heartbeat_timeout_s) as control:
         stop.install(control.hurry)
-        _run(config, control, stop)
+        _run(config, control, stop, on_failure)
     dist.destroy_process_group()
 
 
-def _run(config: Config, control, stop) -> None:
+def _run(config: Config, control, stop, on_failure) -> None:
     from dynamo_megatron import build
     from dynamo_megatron.actor.topology import init_topology
     from dynamo_megatron.checkpoint.export import export_once
@@ -132,15 +150,20 @@ def _run(config: Config, control, stop) -> None:
     checkpointer = build.build_checkpointer(config, inputs, policy)
     build.load_start_weights(config, policy, checkpointer)
     state, saved_step = _resume(config, checkpointer)
-    tier = _build_tier(config, inputs, topology, control)
-    if topology.rank == 0:
-        write_resolved(config, config.run.dir)
-    parts = build.build_parts(config, inputs, policy, checkpointer, tier, state, stop)
-    control.set_phase("train")
     with ExitStack() as closing:
+        tier = _build_tier(config, inputs, topology, control)
         closing.callback(tier.close)
-        closing.callback(parts.recorder.close)
-        state = train(parts, state, saved_step=saved_step)
+        try:
+            if topology.rank == 0:
+                write_resolved(config, config.run.dir)
+            parts = build.build_parts(config, inputs, policy, checkpointer, tier, state, stop)
+            closing.callback(parts.recorder.close)
+            control.set_phase("train")
+            state = train(parts, state, saved_step=saved_step)
+        except Exception as error:
+            if on_failure is not None:
+                on_failure(error)
+            raise
     if config.checkpoint.export_hf and state.step >= config.run.num_steps:
         export = Path(config.run.dir) / "hf" / f"step_{state.step:06d}"
         export_once(policy, inputs.model_dir, export, source=checkpointer.latest())

@@ -32,7 +32,7 @@ def test_a_full_disk_says_where_and_how_to_go_on(monkeypatch, tmp_path, caplog, 
         "data: {train: [{kind: arithmetic, split: train, num_problems: 8}]}\n"
     )
 
-    def full(_):
+    def full(config, on_failure):
         raise OSError(number, "No room")
 
     monkeypatch.setattr(train, "run", full)

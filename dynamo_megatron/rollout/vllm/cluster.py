@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import shutil
@@ -113,7 +114,7 @@ class RayCluster:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=number
             ),
-            runtime_env={"env_vars": _replica_environment(settings)},
+            runtime_env={"env_vars": _replica_environment(settings, self._temp)},
         )
         return RayReplica(number, actor_class.remote(settings))
 
@@ -267,14 +268,26 @@ def translated(error: Exception) -> Exception:
         return RolloutError(text if isinstance(cause, RuntimeError) else f"{cause!r}: {text}")
     if isinstance(error, RayActorError | OutOfMemoryError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return ReplicaLostError(f"its process died: {lines[-1] if lines else error!r}")
+        # Ray goes on with a list of what may kill a process.
+        reason = lines[-1].split(" Some common causes")[0] if lines else repr(error)
+        return ReplicaLostError(f"its process died: {reason}")
     return RolloutError(f"Ray failed: {str(error).strip()}")
 
 
-def _replica_environment(settings: ReplicaSettings) -> dict[str, str]:
-    """Read before the replica's first line runs, by OpenMP."""
-    threads = {} if settings.use_gpu else {"OMP_NUM_THREADS": str(settings.threads)}
-    return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **threads}
+def _replica_environment(settings: ReplicaSettings, ray_folder: str | None) -> dict[str, str]:
+    """Read before the replica's first line runs, by OpenMP.
+
+    vLLM leaves a file behind for each engine: with Ray's own, they go when it ends. What is
+    compiled stays, for the next run.
+    """
+    found = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not settings.use_gpu:
+        found["OMP_NUM_THREADS"] = str(settings.threads)
+    if ray_folder is not None:
+        found["TMPDIR"] = ray_folder
+        kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        found["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    return found
 
 
 def _init(**arguments: Any) -> None:
@@ -304,6 +317,8 @@ def _init(**arguments: Any) -> None:
 def _quiet_start() -> Iterator[None]:
     """Keep Ray's hands off this process's signals, and its words off the terminal."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's 15 would let anything else on the node keep a replica waiting.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     main = threading.current_thread() is threading.main_thread()
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before = logging.getLogger("ray").level
