@@ -124,9 +124,9 @@ class Fleet:
             failure = failure or self._attempt(
                 taking_part, partial(self._transport.send, taking_part, bucket, self._stored[-1])
             )
-        self._version = version
         if failure is None:
             failure = self._end(taking_part, version)
+        self._version = version  # not before the end: weights that do not fit are no version
         if failure is not None:
             self._restore(taking_part, f"a weight update broke: {failure}")
         if not self._ready and not self._reviving:

@@ -65,14 +65,16 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator
     """Cut a stream of tensors into buckets of at most ``limit_bytes``.
 
     A tensor larger than the limit gets a bucket of its own. A bucket holds one dtype, so that its
-    tensors can be views of one block of bytes.
+    tensors can be views of one block of bytes. It holds a name once: a tensor that
+    comes twice is for the engine to find, and would be lost in a safetensors file.
     """
     names: list[str] = []
     tensors: list[Tensor] = []
     held = 0
     for name, tensor in weights:
         size = tensor.numel() * tensor.element_size()
-        if tensors and (held + size > limit_bytes or tensor.dtype != tensors[0].dtype):
+        full = held + size > limit_bytes
+        if tensors and (full or tensor.dtype != tensors[0].dtype or name in names):
             yield Bucket(tuple(names), tuple(tensors))
             names, tensors, held = [], [], 0
         names.append(name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,14 +32,25 @@ gloo_backend.register()
 class WeightCounter:
     """Counts what a model's ``load_weights`` is given and says it wrote, over several calls.
 
+    What cannot be loaded is kept from the model: vLLM counts elements, not names, so that a tensor
+    that comes twice would pass for another one, and one that does not fit breaks a layer midway.
+
     Args:
         model: vLLM's model, before the update.
+        shapes: of a checkpoint's tensors, as far as they are to be checked.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self, model: Any, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> None:
         self._model = model
+        self._shapes = shapes
         self._parameters = [name for name, _ in model.named_parameters()]
+        self._known = needed_tensors(self._parameters, packed_parts(model))
+        if is_tied(model):
+            self._known.add(OUTPUT_LAYER)
         self._received: Counter[str] = Counter()
+        self._misshapen: list[str] = []
         self._written: set[str] = set()
 
     def install(self) -> None:
@@ -59,7 +71,11 @@ class WeightCounter:
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             self._received[name] += 1
-            yield name, tensor
+            wanted = self._shapes.get(name, tuple(tensor.shape))
+            if tuple(tensor.shape) != wanted:
+                self._misshapen.append(f"{name} {tuple(tensor.shape)} for {wanted}")
+            elif name in self._known and self._received[name] == 1:
+                yield name, tensor
 
     def audit(self) -> UpdateAudit:
         """Compare what came with what the model consists of."""
@@ -69,6 +85,7 @@ class WeightCounter:
             self._written,
             packed=packed_parts(self._model),
             tied=is_tied(self._model),
+            misshapen=self._misshapen,
         )
 
 
@@ -79,6 +96,7 @@ def audit(
     *,
     packed: Mapping[str, Sequence[str]],
     tied: bool,
+    misshapen: Sequence[str] = (),
 ) -> UpdateAudit:
     """Whether every parameter was written exactly once, from all of its parts.
 
@@ -89,19 +107,26 @@ def audit(
         packed: for a fused module the modules it is made of, such as qkv_proj: q_proj, k_proj,
             v_proj.
         tied: the output layer is the embedding; its tensor may come as well and is ignored.
+        misshapen: tensors of another shape than the engine's, with both shapes.
     """
-    needed = {part for name in parameters for part in parts_of(name, packed)}
+    needed = needed_tensors(parameters, packed)
     ignored = {OUTPUT_LAYER} if tied else set()
     faults = {
         "never came": sorted(needed - received.keys() - ignored),
         "came more than once": sorted(name for name, count in received.items() if count > 1),
         "are unknown to the engine": sorted(received.keys() - needed - ignored),
+        "are of another shape": sorted(misshapen),
         "were not written": sorted(set(parameters) - written - ignored),
     }
     problems = tuple(
         f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names
     )
     return UpdateAudit(tensors=len(received), parameters=len(parameters), problems=problems)
+
+
+def needed_tensors(parameters: Sequence[str], packed: Mapping[str, Sequence[str]]) -> set[str]:
+    """Hugging Face names of all tensors that the engine's parameters are made of."""
+    return {part for name in parameters for part in parts_of(name, packed)}
 
 
 def parts_of(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
@@ -115,6 +140,16 @@ def parts_of(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
 def packed_parts(model: nn.Module) -> Mapping[str, Sequence[str]]:
     """The model class's table of fused modules."""
     return getattr(type(model), "packed_modules_mapping", {})
+
+
+def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, from the model's Hugging Face configuration."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: tuple(parameter.shape) for name, parameter in named}
 
 
 def is_tied(model: nn.Module) -> bool:
@@ -137,21 +172,31 @@ class WorkerExtension:
     weight_transfer_engine: Any
     update_weights: Any
     dynamo_counter: WeightCounter
+    dynamo_shapes: dict[str, tuple[int, ...]] | None = None
+    dynamo_updating: bool = False
 
     def dynamo_parameters(self) -> int:
         """Number of parameters."""
         return sum(1 for _ in self.model_runner.get_model().named_parameters())
 
     def dynamo_begin_update(self) -> None:
-        """Bring the layers into the checkpoint's layout and start counting."""
+        """Bring the layers into the checkpoint's layout and start counting.
+
+        An update that broke midway is ended first: vLLM would add its tensors to the new ones.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if self.dynamo_updating:
+            self.dynamo_end_update()
         model = self.model_runner.get_model()
-        self.dynamo_counter = WeightCounter(model)
+        if self.dynamo_shapes is None:
+            self.dynamo_shapes = checkpoint_shapes(self.model_config.hf_config)
+        self.dynamo_counter = WeightCounter(model, self.dynamo_shapes)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
         self.dynamo_counter.install()
+        self.dynamo_updating = True
 
     def dynamo_load_bucket(self, payload: bytes) -> None:
         """Load tensors that came as safetensors bytes."""
@@ -175,6 +220,7 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         counter = self.dynamo_counter
         counter.remove()
+        self.dynamo_updating = False
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.model_config)
             _repack_tied_output(model)
