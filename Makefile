@@ -29,7 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 
 bench: $(VENV)/.dev  ## quick figures of every benchmark
-	for name in allocator token_stats step_overhead convert; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	for name in allocator token_stats step_overhead convert rollout; do $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'

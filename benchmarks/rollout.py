@@ -8,12 +8,14 @@ in memory in between; "ratio" is the sync's time over the copy's, medians of one
 "throughput" samples the same prompts, group sizes and seeds by the tier (one replica) and by
 ``vllm.LLM.generate`` in a process of its own, from the same engine arguments and sampling
 parameters. They alternate, the other one idle; "ratio" is the tier's tokens per second over bare
-vLLM's, the median over the rounds. The tier's time includes text and everything else that makes a
-rollout; vLLM's is the call alone.
+vLLM's, the median over the rounds, and "CPU ratio" the same by CPU seconds (the replica's and this
+process's against bare vLLM's), which other work on the machine disturbs less. The tier's time
+includes text and everything else that makes a rollout; vLLM's is the call alone.
 
-"idle" samples responses whose lengths come from the policy at a high temperature, on two replicas
-with few places, so that work waits. It counts the places that are empty until the last request
-starts. "static" is the same run with the requests split evenly in advance.
+"idle" samples from a random policy of the shipped one's shape, of whose 275 tokens 6 end a
+response: the lengths are geometric, most short and some long. Two replicas have few places, so work
+waits. It counts the places that are empty until the last request starts. "static" is the same with
+the requests split evenly in advance.
 
 Runs on GPUs where there are some (not measured there), else on the CPU with one thread a process.
 """
@@ -24,7 +26,6 @@ import argparse
 import dataclasses
 import heapq
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -37,7 +38,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import psutil
 import torch
+from bare_vllm import answer, bare_process
 from convert import write_model
 from rich.console import Console
 from rich.table import Table
@@ -51,18 +54,12 @@ from dynamo_megatron.data.tokenizer import load_tokenizer
 from dynamo_megatron.rollout.seeds import rollout_seed
 from dynamo_megatron.rollout.vllm.build import VllmSpec, build_vllm_engine, replica_settings
 from dynamo_megatron.rollout.vllm.engine import Timing, VllmEngine
-from dynamo_megatron.rollout.vllm.replica import (
-    engine_arguments,
-    prepare_environment,
-    sampling_params,
-)
-from dynamo_megatron.rollout.vllm.wire import ReplicaSettings, SampleRequest, Sampling
+from dynamo_megatron.rollout.vllm.wire import SampleRequest, Sampling
 from dynamo_megatron.types import GroupSizes, Prompt
 
 MIB = 1 << 20
 SEED = 0
 STOP = 2
-PATIENCE_S = 600.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SYNC_WIDTHS = {
     "hidden_size": 768,
@@ -71,6 +68,15 @@ SYNC_WIDTHS = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
+SMALL_VOCAB = 275
+SMALL_WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+STOPS_OF_SMALL = tuple(range(2, 8))
 
 
 @contextmanager
@@ -172,102 +178,78 @@ def sync_row(
 # Throughput.
 
 
-def bare_vllm(connection: Any, settings: ReplicaSettings, log: str) -> None:
-    """A process that answers (requests, sampling) with (seconds, token ids)."""
-    words = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(words, 1)
-    os.dup2(words, 2)
-    prepare_environment(settings)
-    from vllm import LLM
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One round of one side."""
 
-    llm = LLM.from_engine_args(engine_arguments(settings))
-    connection.send("ready")
-    while True:
-        requests, sampling = connection.recv()
-        prompts: Any = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-        parameters = [sampling_params(r, sampling, settings.stop_token_ids) for r in requests]
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        connection.send((seconds, [tuple(output.outputs[0].token_ids) for output in outputs]))
+    seconds: float
+    cpu_seconds: float
+    responses: list[tuple[int, ...]]
 
-
-@contextmanager
-def bare_process(settings: ReplicaSettings) -> Iterator[Any]:
-    """The connection to bare vLLM."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        process = context.Process(target=bare_vllm, args=(there, settings, str(log)), daemon=True)
-        process.start()
-        there.close()
-        try:
-            answer(here)
-            yield here
-        except EOFError:
-            raise RuntimeError(f"bare vLLM died:\n{log.read_text()[-4000:]}") from None
-        finally:
-            process.kill()
-            process.join()
-
-
-def answer(connection: Any) -> Any:
-    """What bare vLLM says."""
-    if not connection.poll(PATIENCE_S):
-        raise RuntimeError(f"bare vLLM did not answer within {PATIENCE_S:g} s.")
-    return connection.recv()
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(map(len, self.responses))
 
 
 def measure_throughput(*, quick: bool) -> list[dict]:
-    """One row: tokens per second of both, and their ratio over alternating rounds."""
+    """One row: tokens per second of both, and their ratios over alternating rounds."""
     prompts = arithmetic(16 if quick else 64)
     sizes = sizes_of(prompts, 4, 12)
     rounds = 3 if quick else 9
     spec = spec_of(TINY_POLICY)
-    rows = []
+    pairs: list[tuple[Turn, Turn]] = []
     with tier(TINY_POLICY) as engine, bare_process(replica_settings(spec, None)) as bare:
         for step in range(-1, rounds):  # the first one warms both up
             turns = {}
-            order = ("bare", "tier") if step % 2 else ("tier", "bare")
-            for name in order:
-                work = (prompts, sizes, step)
+            for name in ("bare", "tier") if step % 2 else ("tier", "bare"):
                 turns[name] = (
-                    bare_turn(bare, spec, *work) if name == "bare" else tier_turn(engine, *work)
+                    bare_turn(bare, spec, prompts, sizes, step)
+                    if name == "bare"
+                    else tier_turn(engine, prompts, sizes, step)
                 )
-            same = sum(a == b for a, b in zip(turns["bare"][1], turns["tier"][1], strict=True))
-            tokens = {name: sum(map(len, found)) for name, (_, found) in turns.items()}
-            speed = {name: tokens[name] / seconds for name, (seconds, _) in turns.items()}
             if step >= 0:
-                rows.append((speed["tier"], speed["bare"], tokens["tier"], same / sizes.budget))
-    ratios = [tier_speed / bare_speed for tier_speed, bare_speed, _, _ in rows]
+                pairs.append((turns["tier"], turns["bare"]))
+    speeds = [(a.tokens / a.seconds, b.tokens / b.seconds) for a, b in pairs]
+    ratios = [a / b for a, b in speeds]
+    cpu = [(a.tokens / a.cpu_seconds) / (b.tokens / b.cpu_seconds) for a, b in pairs]
+    same = [x == y for a, b in pairs for x, y in zip(a.responses, b.responses, strict=True)]
     return [
         {
             "rounds": rounds,
             "responses": sizes.budget,
-            "tokens": int(statistics.median(row[2] for row in rows)),
-            "tier tokens/s": statistics.median(row[0] for row in rows),
-            "bare tokens/s": statistics.median(row[1] for row in rows),
+            "tokens": int(statistics.median(a.tokens for a, _ in pairs)),
+            "tier tokens/s": statistics.median(a for a, _ in speeds),
+            "bare tokens/s": statistics.median(b for _, b in speeds),
             "ratio": statistics.median(ratios),
             "lowest": min(ratios),
             "highest": max(ratios),
-            "same responses": statistics.mean(row[3] for row in rows),
+            "CPU ratio": statistics.median(cpu),
+            "same responses": statistics.mean(same),
         }
     ]
 
 
-def tier_turn(
-    engine: VllmEngine, prompts: list[Prompt], sizes: GroupSizes, step: int
-) -> tuple[float, list[tuple[int, ...]]]:
-    """Seconds and responses of the tier."""
-    begin = time.perf_counter()
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def tier_turn(engine: VllmEngine, prompts: list[Prompt], sizes: GroupSizes, step: int) -> Turn:
+    """A round of the tier: this process and its replicas."""
+    pids = [os.getpid(), *(replica.facts.pid for replica in engine._fleet.ready if replica.facts)]
+    cpu, begin = sum(map(cpu_seconds, pids)), time.perf_counter()
     rollouts = engine.generate(prompts, sizes, step=step, temperature=1.0, seed=SEED)
-    return time.perf_counter() - begin, [rollout.token_ids for rollout in rollouts]
+    seconds = time.perf_counter() - begin
+    return Turn(
+        seconds, sum(map(cpu_seconds, pids)) - cpu, [rollout.token_ids for rollout in rollouts]
+    )
 
 
 def bare_turn(
     bare: Any, spec: VllmSpec, prompts: list[Prompt], sizes: GroupSizes, step: int
-) -> tuple[float, list[tuple[int, ...]]]:
+) -> Turn:
     """The same of bare vLLM."""
     requests = [
         SampleRequest(
@@ -279,34 +261,38 @@ def bare_turn(
         for k in range(size)
     ]
     bare.send((requests, Sampling(temperature=1.0, max_tokens=spec.max_tokens, version=0)))
-    return answer(bare)
+    return Turn(*answer(bare))
 
 
 # Idle places.
 
 
-def measure_idle(*, quick: bool) -> list[dict]:
+def measure_idle(folder: Path, *, quick: bool) -> list[dict]:
     """One row for the tier, one for static splitting; the same requests and seeds."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         return []
     prompts = arithmetic(12 if quick else 24)
     sizes = sizes_of(prompts, 4, 12)
-    rounds, places, temperature = (2 if quick else 5), 8, 2.0
-    shape = {"replicas": 2, "max_num_seqs": places, "max_tokens": 128}
-    with tier(TINY_POLICY, **shape) as engine:
+    rounds, places = (2 if quick else 7), 8
+    model_dir = folder / "model"
+    write_model(
+        model_dir, family="qwen3", layers=4, vocab=SMALL_VOCAB, tied=False, widths=SMALL_WIDTHS
+    )
+    for name in TOKENIZER_FILES:
+        shutil.copy(TINY_POLICY / name, model_dir)
+    shape = {"replicas": 2, "max_num_seqs": places, "max_tokens": 192, "max_model_len": 256}
+    with tier(model_dir, **shape, stop_token_ids=STOPS_OF_SMALL) as engine:
         # A window without end gives each replica its half at once.
         static = VllmEngine(
             engine._fleet,
             dataclasses.replace(engine._settings, window=sizes.budget),
-            model_dir=str(TINY_POLICY),
+            model_dir=str(model_dir),
         )
         engines = {"tier": engine, "static": static}
         found: dict[str, list[list[Timing]]] = {name: [] for name in engines}
         for step in range(-1, rounds):
             for name in ("tier", "static") if step % 2 else ("static", "tier"):
-                engines[name].generate(
-                    prompts, sizes, step=step, temperature=temperature, seed=SEED
-                )
+                engines[name].generate(prompts, sizes, step=step, temperature=1.0, seed=SEED)
                 if step >= 0:
                     found[name].append(engines[name].timings)
     return [
@@ -325,6 +311,7 @@ def idle_row(
         "rounds": rounds,
         "responses": responses,
         "median tokens": statistics.median(lengths),
+        "90 % below": lengths[9 * len(lengths) // 10],
         "longest": lengths[-1],
         "idle until last start": statistics.mean(share[0] for share in shares),
         "highest": max(share[0] for share in shares),
@@ -385,7 +372,8 @@ def main() -> None:
         elif part == "throughput":
             figures[part] = measure_throughput(quick=options.quick)
         else:
-            figures[part] = measure_idle(quick=options.quick)
+            with tempfile.TemporaryDirectory() as folder:
+                figures[part] = measure_idle(Path(folder), quick=options.quick)
     for part, rows in figures.items():
         if rows:
             show(part, rows)

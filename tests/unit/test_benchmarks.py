@@ -29,3 +29,32 @@ def test_step_overhead_runs_quickly_and_writes_its_figures(tmp_path):
     figures = json.loads(out.read_text())
     assert figures["ratio_low"] <= figures["ratio"] <= figures["ratio_high"]
     assert f"{figures['ratio']:.3f}" in run.stdout
+
+
+def test_idle_places_are_counted_until_the_last_request_starts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from rollout import idle_shares
+
+    from dynamo_megatron.rollout.vllm.engine import Timing
+
+    # Two replicas of one place. The first holds its second request from 1, and starts it at 4.
+    timings = [
+        Timing(0, started_s=0.0, finished_s=4.0, tokens=1),
+        Timing(0, started_s=1.0, finished_s=8.0, tokens=1),
+        Timing(1, started_s=0.0, finished_s=3.0, tokens=1),
+    ]
+    # Until 4: of 8 place seconds 7 are used. Until 8: of 16 it is 11.
+    assert idle_shares(timings, 1) == (1 / 8, 5 / 16)
+
+
+def test_the_rollout_benchmark_can_be_asked_for_each_of_its_parts():
+    run = subprocess.run(
+        [sys.executable, "benchmarks/rollout.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "--part {sync,throughput,idle}" in run.stdout

@@ -62,7 +62,13 @@ class Dispatcher:
             if requests and not self._schedule.held(number) - len(requests):
                 self._progress.pop(number, None)  # it was idle: its clock starts now
             if requests or self._schedule.held(number):
-                ticket = free[number].call("exchange", requests, self._sampling, ANSWER_WITHIN_S)
+                ticket = free[number].call(
+                    "exchange",
+                    requests,
+                    self._sampling,
+                    ANSWER_WITHIN_S,
+                    bool(self._schedule.waiting),
+                )
                 self._calls[ticket] = free[number]
                 self._progress.setdefault(number, (-1, time.monotonic()))
 

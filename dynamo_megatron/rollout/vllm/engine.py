@@ -21,6 +21,9 @@ from dynamo_megatron.types import FinishReason, GroupSizes, Prompt, Rollout
 PROBE_STEP = -1
 """Enters a probe's seeds in place of the step."""
 
+TEMPERATURES = 0.01, 2.0
+"""What vLLM 0.32 samples at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -184,6 +187,13 @@ class VllmEngine:
         return self._fleet.version
 
     def _sampling(self, temperature: float | None, version: int, max_tokens: int) -> Sampling:
+        low, high = TEMPERATURES
+        if temperature is not None and not low <= temperature <= high:
+            raise RolloutError(
+                f"temperature={temperature:g}: vLLM samples at {low:g} to {high:g} only. It "
+                "refuses more, and takes less for the former without an error. Choose one in "
+                "between, or rollout.engine=hf."
+            )
         return Sampling(
             temperature=temperature,
             max_tokens=max_tokens,

@@ -90,7 +90,11 @@ class Replica:
         )
 
     def exchange(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, wait_s: float
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: Sampling,
+        wait_s: float,
+        more_waits: bool = False,
     ) -> Exchange:
         """Bring new requests, take the responses that are complete.
 
@@ -98,6 +102,7 @@ class Replica:
             requests: to be sampled; may be none.
             sampling: how.
             wait_s: answer after this time even when nothing is complete.
+            more_waits: there are requests that no replica holds: answer before a place is empty.
 
         Raises:
             ReplicaError: the engine failed, or holds other weights than ``sampling.version``.
@@ -109,9 +114,10 @@ class Replica:
                 self._arrived.notify()
         with self._completed:
             self._completed.wait_for(lambda: self._outbox or self._failure, timeout=wait_s)
-        if self._outbox:
-            time.sleep(LINGER_S)
-        with self._completed:
+            if self._outbox:
+                self._completed.wait_for(
+                    lambda: self._failure or (more_waits and self._has_room), timeout=LINGER_S
+                )
             if self._failure is not None:
                 raise ReplicaError(f"the engine failed: {self._failure!r}") from self._failure
             samples, self._outbox = tuple(self._outbox), []
@@ -183,6 +189,11 @@ class Replica:
         self._closing = True
         with self._arrived:
             self._arrived.notify()
+
+    @property
+    def _has_room(self) -> bool:
+        """A place will be empty unless another request comes."""
+        return len(self._held) + len(self._inbox) <= self._settings.max_num_seqs
 
     def _require_version(self, version: int) -> None:
         if self._version != version:

@@ -87,6 +87,7 @@ class Engine:
         self.resets = True
         self.failure: Exception | None = None
         self.frozen = False
+        self.delay: dict[str, int] = {}
         self.version: str | None = None
 
     def add_request(self, key, prompt, params) -> None:
@@ -100,7 +101,7 @@ class Engine:
         if self.frozen:
             return []
         self.age = {key: age + 1 for key, age in self.age.items()}
-        done = [key for key, age in self.age.items() if age == 2]
+        done = [key for key, age in self.age.items() if age == 2 + self.delay.get(key, 0)]
         for key in done:
             del self.age[key]
         return [output(key) for key in done] + [
@@ -213,6 +214,24 @@ def test_steps_are_told_so_that_a_hang_can_be_seen(started):
     after = replica.exchange([], sampling(), 0.05)
     assert after.steps > before.steps
     assert after.unfinished == 1
+
+
+def test_an_answer_does_not_linger_when_work_waits_and_a_place_is_empty(started, monkeypatch):
+    replica, _ = started
+    monkeypatch.setattr(replica_module, "LINGER_S", PATIENCE_S)
+    begin = time.monotonic()
+    found = replica.exchange([request("a")], sampling(), PATIENCE_S, True)
+    assert [sample.key for sample in found.samples] == ["a"]
+    assert time.monotonic() - begin < PATIENCE_S / 2
+
+
+def test_answers_that_come_one_after_the_other_travel_together(started, monkeypatch):
+    replica, engine = started
+    monkeypatch.setattr(replica_module, "LINGER_S", 0.3)
+    replica.exchange([], sampling(), 0.0)
+    engine.delay = {"b": 4}
+    found = replica.exchange([request("a"), request("b")], sampling(), PATIENCE_S, False)
+    assert [sample.key for sample in found.samples] == ["a", "b"]
 
 
 @pytest.mark.parametrize("version", [1, -1])

@@ -92,7 +92,7 @@ class ScriptedReplica:
     def exchange_of(self, samples: Sequence[Sample]) -> Exchange:
         return Exchange(samples=tuple(samples), unfinished=len(self.held), steps=self.steps)
 
-    def call(self, method: str, requests: Sequence[SampleRequest], sampling: Sampling, wait_s):
+    def call(self, method: str, requests: Sequence[SampleRequest], sampling: Sampling, *rest):
         assert method == "exchange"
         assert not self.killed, f"replica {self.number} is called after its end"
         assert not self.under_way, f"replica {self.number} has a call under way"

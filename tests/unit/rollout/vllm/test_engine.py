@@ -115,6 +115,14 @@ def test_a_prompt_longer_than_the_model_is_refused_before_anything_is_sent():
     assert fleet.history[0].given == []
 
 
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_a_temperature_that_vllm_would_change_or_refuse_is_refused_at_once(temperature):
+    fleet = healthy(1)
+    with pytest.raises(RolloutError, match=r"samples at 0\.01 to 2 only"):
+        generate(engine_on(fleet), 1, 1, 1, temperature=temperature)
+    assert fleet.history[0].given == []
+
+
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf, math.inf])
 def test_logprobs_that_are_not_finite_end_the_run_and_name_the_rollout(logprob):
     fleet = ScriptedFleet({0: [endlessly(answer(logprob=logprob))]})
