@@ -67,6 +67,7 @@ class RayCluster:
         self._gpus = gpus_per_replica
         self._closed = False
         self._watch = RayWatch()
+        self._group: Any = None
         self._lock = threading.Lock()
         if address is None:
             self._start(num_replicas, gpu_ids, object_store_bytes)
@@ -174,7 +175,7 @@ class RayCluster:
             self._closed = True
         self._watch.close()
         if ray.is_initialized():
-            if not self.is_local:
+            if not self.is_local and self._group is not None:
                 _remove_placement(self)
             ray.shutdown()
         if self._temp is not None:
@@ -305,12 +306,13 @@ def _init(**arguments: Any) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
         address = arguments["address"]
-        what = (
-            "Ray could not be started on this machine"
-            if address == "local"
-            else f"no Ray answers at rollout.vllm.ray_address={address}"
-        )
-        raise RolloutError(f"{what}: {str(error).strip()}") from error
+        if address == "local":
+            raise RolloutError(f"Ray could not be started on this machine: {error}") from error
+        raise RolloutError(
+            f"no Ray answers at rollout.vllm.ray_address={address}: {str(error).strip()}. Check "
+            "that its head runs there, that it is Ray of the same version, and that this process "
+            "has its token (RAY_AUTH_TOKEN, or the file ~/.ray/auth_token)."
+        ) from error
 
 
 @contextmanager
@@ -353,7 +355,7 @@ def _remove_placement(cluster: RayCluster) -> None:
 
     try:
         ray.util.remove_placement_group(cluster._group)
-    except (AttributeError, RayError) as error:
+    except RayError as error:
         logger.warning("the placement on the cluster was not given back: %s", error)
 
 
