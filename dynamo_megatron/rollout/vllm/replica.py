@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo_megatron.rollout.vllm.shared_memory import forget_shared_names
 from dynamo_megatron.rollout.vllm.wire import (
     Exchange,
     ReplicaFacts,
@@ -28,8 +29,8 @@ from dynamo_megatron.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 0.01
-"""Responses that complete within this time travel together."""
+LINGER_S = 0.03
+"""Responses that complete within this time travel together: a call costs more than a response."""
 
 BATCHED_TOKENS = 2048
 """Prompt tokens that a replica without GPU reads at a time."""
@@ -45,6 +46,10 @@ LAUNCHER_VARIABLES = (
     "VLLM_CPU_KVCACHE_SPACE",
 )
 """Of torchrun, which would be read as this engine's own; and what would override its settings."""
+
+
+WARM_UP = 3
+"""Requests that a new engine answers first."""
 
 
 class ReplicaError(RuntimeError):
@@ -116,7 +121,7 @@ class Replica:
             self._completed.wait_for(lambda: self._outbox or self._failure, timeout=wait_s)
             if self._outbox:
                 self._completed.wait_for(
-                    lambda: self._failure or (more_waits and self._has_room), timeout=LINGER_S
+                    lambda: self._failure or self._idles_soon(more_waits), timeout=LINGER_S
                 )
             if self._failure is not None:
                 raise ReplicaError(f"the engine failed: {self._failure!r}") from self._failure
@@ -190,10 +195,10 @@ class Replica:
         with self._arrived:
             self._arrived.notify()
 
-    @property
-    def _has_room(self) -> bool:
-        """A place will be empty unless another request comes."""
-        return len(self._held) + len(self._inbox) <= self._settings.max_num_seqs
+    def _idles_soon(self, more_waits: bool) -> bool:
+        """Whether an answer now keeps a place from being empty, or is the last one."""
+        held = len(self._held) + len(self._inbox)
+        return held <= (self._settings.max_num_seqs if more_waits else 0)
 
     def _require_version(self, version: int) -> None:
         if self._version != version:
@@ -263,6 +268,7 @@ def sampling_params(
     A generation_config.json beside a checkpoint would otherwise set some of them.
     """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     greedy = sampling.temperature is None
     return SamplingParams(
@@ -282,6 +288,8 @@ def sampling_params(
         logprobs=0,
         detokenize=False,
         skip_special_tokens=False,
+        # Otherwise each step copies every response so far.
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -329,10 +337,13 @@ def prepare_environment(settings: ReplicaSettings) -> None:
 
 
 def build_engine(settings: ReplicaSettings) -> Any:
-    """The engine, in this process."""
+    """The engine, in this process, warm."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(engine_arguments(settings))
+    engine = LLMEngine.from_engine_args(engine_arguments(settings))
+    forget_shared_names()
+    warm_up(engine, settings.stop_token_ids)
+    return engine
 
 
 def engine_arguments(settings: ReplicaSettings) -> Any:
@@ -370,6 +381,21 @@ def engine_arguments(settings: ReplicaSettings) -> Any:
         seed=0,
         **optional,
     )
+
+
+def warm_up(engine: Any, stop_token_ids: tuple[int, ...]) -> None:
+    """Take the first steps, with batches of several sizes.
+
+    They compile, which can take longer than a step may take before the engine counts as hung.
+    """
+    for place in range(WARM_UP):
+        request = SampleRequest(key=f"warm-up/{place}", token_ids=(0, 0), seed=place)
+        sampling = Sampling(temperature=1.0, max_tokens=2 + place, version=0)
+        params = sampling_params(request, sampling, stop_token_ids)
+        engine.add_request(request.key, {"prompt_token_ids": list(request.token_ids)}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.reset_prefix_cache()
 
 
 def _kv_cache_tokens(engine: Any) -> int:
