@@ -29,7 +29,7 @@ MIB = 1 << 20
 SMALLEST_STORE = 256 * MIB
 CPU_KV_CACHE_MIB = 256
 """Of a replica without GPU, unless configured."""
-LOOKAHEAD = 8
+LOOKAHEAD = 4
 """One request waits inside a replica for every so many that it decodes: none of its places stays
 empty between two calls."""
 

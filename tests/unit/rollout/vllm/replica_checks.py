@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
 
 from dynamo_megatron.rollout.vllm import replica as replica_module
 from dynamo_megatron.rollout.vllm.replica import (
@@ -163,6 +164,7 @@ def test_sampling_parameters_name_everything_that_shapes_the_distribution():
     assert params.ignore_eos
     assert params.logprobs == 0  # of the sampled token only
     assert not params.detokenize
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY  # no copy of a response each step
 
 
 def test_greedy_sampling_has_neither_seed_nor_cuts():
