@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -50,11 +52,24 @@ def tier(folder: Path, **spec) -> Iterator[VllmEngine]:
         "kv_cache_mib": 32,
         "bucket_mib": 1,
     }
-    engine = build_vllm_engine(VllmSpec(model_dir=folder, **(settings | spec)))
+    with _unreaped_processes():
+        engine = build_vllm_engine(VllmSpec(model_dir=folder, **(settings | spec)))
     try:
         yield engine
     finally:
-        engine.close()
+        with _unreaped_processes():
+            engine.close()
+
+
+@contextmanager
+def _unreaped_processes() -> Iterator[None]:
+    """Ray forgets its services before they are dead, of which Python complains."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            yield
+        finally:
+            gc.collect()
 
 
 def sizes_of(prompts: Sequence[Prompt], counts: Sequence[int]) -> GroupSizes:
@@ -178,30 +193,35 @@ def fresh_answers(questions: Sequence[tuple[Path, Sequence[Round]]]) -> list[dic
 
 
 def _answer_all(questions: Sequence[tuple[Path, Sequence[Round]]]) -> list[dict[str, Sample]]:
-    return [_answer(folder, rounds) for folder, rounds in questions]
+    # All engines live to the end: one that is collected takes vLLM's process groups with it.
+    replicas = [Replica(_fresh_settings(folder)) for folder, _ in questions]
+    return [
+        _answer(replica, rounds) for replica, (_, rounds) in zip(replicas, questions, strict=True)
+    ]
 
 
-def _answer(folder: Path, rounds: Sequence[Round]) -> dict[str, Sample]:
-    replica = Replica(
-        ReplicaSettings(
-            model_dir=str(folder),
-            dtype="float32",
-            tensor_parallel=1,
-            max_model_len=MAX_LEN,
-            max_num_seqs=32,
-            stop_token_ids=(STOP,),
-            use_gpu=False,
-            kv_cache_bytes=16 << 20,
-            load_weights=True,
-        )
+def _fresh_settings(folder: Path) -> ReplicaSettings:
+    return ReplicaSettings(
+        model_dir=str(folder),
+        dtype="float32",
+        tensor_parallel=1,
+        max_model_len=MAX_LEN,
+        max_num_seqs=32,
+        stop_token_ids=(STOP,),
+        use_gpu=False,
+        kv_cache_bytes=16 << 20,
+        load_weights=True,
     )
+
+
+def _answer(replica: Replica, rounds: Sequence[Round]) -> dict[str, Sample]:
     replica.start()
     samples: dict[str, Sample] = {}
     for requests, sampling in rounds:
-        answer = replica.exchange(requests, sampling, 5.0)
-        samples |= {sample.key: sample for sample in answer.samples}
-        while answer.unfinished:
-            answer = replica.exchange((), sampling, 5.0)
+        new, wanted = requests, len(samples) + len(requests)
+        while len(samples) < wanted:
+            answer = replica.exchange(new, sampling, 5.0)
             samples |= {sample.key: sample for sample in answer.samples}
+            new = ()
     replica.close()
     return samples

@@ -168,7 +168,7 @@ def check_versions(engine: VllmEngine, trained: Trained, prompts) -> list[Answer
     return found
 
 
-@pytest.fixture(scope="module", params=["qwen3-gloo", "smollm2-object_store"])
+@pytest.fixture(scope="class", params=["qwen3-gloo", "smollm2-object_store"])
 def twenty(request, trained, prompts) -> tuple[Trained, list[Answers]]:
     name, _, transport = request.param.partition("-")
     with policy_tier(trained[name], transport=transport) as engine:
@@ -181,13 +181,12 @@ class TestTwentyUpdates:
     def test_the_engine_is_the_trainers_policy_after_each(self, twenty):
         assert len(twenty[1]) == 20
 
-    def test_the_engine_is_a_fresh_one_of_each_versions_export(self, twenty, prompts):
+    def test_the_engine_is_a_fresh_one_of_the_versions_export(self, twenty, prompts):
         trained, answers = twenty
-        questions = [
-            (export, rounds_of(found, prompts))
-            for export, found in zip(trained.exports, answers, strict=True)
-        ]
-        for found, fresh in zip(answers, fresh_answers(questions), strict=True):
+        chosen = (0, 5, 10, 15, 19)  # from every layout
+        asked = [(trained.exports[v], rounds_of(answers[v], prompts)) for v in chosen]
+        for version, fresh in zip(chosen, fresh_answers(asked), strict=True):
+            found = answers[version]
             for key, rollout in keyed(found):
                 assert fresh[key].token_ids == rollout.token_ids
                 assert fresh[key].logprobs == pytest.approx(rollout.logprobs, abs=ROUNDING)
@@ -216,7 +215,7 @@ def rounds_of(answers: Answers, prompts: tuple[Prompt, ...]) -> list[Round]:
     ]
 
 
-@pytest.fixture(scope="module", params=["qwen2-gloo", "llama3-object_store"])
+@pytest.fixture(scope="class", params=["qwen2-gloo", "llama3-object_store"])
 def case(request, trained) -> Iterator[tuple[VllmEngine, Trained]]:
     name, _, transport = request.param.partition("-")
     with policy_tier(trained[name], transport=transport) as engine:
@@ -314,7 +313,7 @@ def _require_policy(engine: VllmEngine, model, prompts) -> None:
     assert behind < ROUNDING
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def pair(trained) -> Iterator[VllmEngine]:
     with policy_tier(trained["smollm2"], tensor=2, transport="gloo") as engine:
         yield engine
@@ -324,14 +323,20 @@ class TestTensorParallelEngine:
     """Two processes, a tied output layer split over both."""
 
     def test_the_engine_is_the_trainers_policy_after_each_update(
-        self, pair, trained, prompts, caplog
+        self, pair, trained, prompts, monkeypatch
     ):
+        answered, audits = pair._fleet._call_all, []
+
+        def heard(replicas, method, *args):
+            results = answered(replicas, method, *args)
+            audits.extend(results if method == "end_update" else [])
+            return results
+
+        monkeypatch.setattr(pair._fleet, "_call_all", heard)
         first = _first(trained["smollm2"], 3)
-        with caplog.at_level("DEBUG", logger="dynamo_megatron.rollout.vllm.fleet"):
-            check_versions(pair, first, prompts)
-        audits = [r.getMessage() for r in caplog.records if "UpdateAudit" in r.getMessage()]
-        assert len(audits) == 3
-        assert all(f"tensors={len(first.streams[0])}, " in audit for audit in audits)
+        check_versions(pair, first, prompts)
+        counts = [(audit.tensors, audit.problems) for audit in audits]
+        assert counts == [(len(stream), ()) for stream in first.streams]
 
     def test_a_missing_part_is_refused(self, pair, trained):
         bad, named = _spoilt(trained["smollm2"].streams[0], "part")
@@ -352,4 +357,11 @@ def test_too_small_a_kv_cache_is_refused_and_nothing_is_left(tmp_path):
         tier(folder, kv_cache_mib=1, max_model_len=8192),
     ):
         pass
-    assert [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()] == []
+    assert _rays() == []
+
+
+def _rays() -> list[str]:
+    """Ray's processes below this one, but for those that are dead already."""
+    dead = psutil.STATUS_ZOMBIE
+    children = psutil.Process().children(recursive=True)
+    return [p.name() for p in children if "ray" in p.name() and p.status() != dead]
