@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 4
 """Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
+START_ATTEMPTS = 2
+"""Ray gives its services 30 s to start, which a busy machine may not."""
 SHORT_TEMP = 40
 """Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
 WAIT_SLICE_S = 1.0
@@ -66,7 +68,7 @@ class RayCluster:
         self._address = address
         self._gpus = gpus_per_replica
         self._closed = False
-        self._watch = RayWatch()
+        self._watch = RayWatch() if address else RayWatch(patience=1)
         self._group: Any = None
         self._lock = threading.Lock()
         if address is None:
@@ -184,16 +186,24 @@ class RayCluster:
     def _start(self, num_replicas: int, gpu_ids: Sequence[str], object_store_bytes: int) -> None:
         # Read by Ray when it is imported: node addresses are then the loopback's.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        self._temp = tempfile.mkdtemp(prefix="dynamo-ray-", dir=_short_temp())
-        with _quiet_start(), _visible(gpu_ids):
-            _init(
-                address="local",
-                num_cpus=num_replicas,
-                num_gpus=len(gpu_ids),
-                object_store_memory=object_store_bytes,
-                _temp_dir=self._temp,
-                _node_ip_address="127.0.0.1",
-            )
+        for left in reversed(range(START_ATTEMPTS)):
+            self._temp = tempfile.mkdtemp(prefix="dynamo-ray-", dir=_short_temp())
+            try:
+                with _quiet_start(), _visible(gpu_ids):
+                    _init(
+                        address="local",
+                        num_cpus=num_replicas,
+                        num_gpus=len(gpu_ids),
+                        object_store_memory=object_store_bytes,
+                        _temp_dir=self._temp,
+                        _node_ip_address="127.0.0.1",
+                    )
+                return
+            except BaseException as error:
+                shutil.rmtree(self._temp, ignore_errors=True)
+                if not (left and isinstance(error, RolloutError)):
+                    raise
+                logger.warning("%s It is tried once more.", error)
 
     def _join(self, address: str) -> None:
         with _quiet_start():
@@ -304,7 +314,8 @@ def _init(**arguments: Any) -> None:
             namespace=f"dynamo-megatron-{os.getpid()}",
             **arguments,
         )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+    except Exception as error:  # Ray's services that do not start in time raise no narrower one
+        ray.shutdown()
         address = arguments["address"]
         if address == "local":
             raise RolloutError(f"Ray could not be started on this machine: {error}") from error

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from dynamo_megatron.rollout.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-ANSWER_WITHIN_S = 3.0
-LOOKS = 3
-"""A service that refused so many connections in a row is gone."""
+CONNECT_WITHIN_S = 3.0
+PATIENCE = 3
+"""A service of another's Ray that refused so many connections in a row is gone."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+"""A machine that lost its power closes no connection."""
 
 Address = tuple[str, int]
 
 
 class RayWatch:
-    """Knocks at Ray's services from a thread."""
+    """Holds connections to Ray's services in a thread: their end is known at once.
 
-    def __init__(self) -> None:
+    Args:
+        patience: connections in a row that a service may refuse.
+    """
+
+    def __init__(self, patience: int = PATIENCE) -> None:
+        self._patience = patience
         self._gone: str | None = None
         self._closing = threading.Event()
 
@@ -52,16 +61,30 @@ class RayWatch:
         self._closing.set()
 
     def _run(self, services: dict[str, Address]) -> None:
-        missed = dict.fromkeys(services, 0)
-        while self._gone is None and not self._closing.wait(LOOK_EVERY_S):
-            for name, address in services.items():
-                failure = _knock(address)
-                missed[name] = missed[name] + 1 if failure else 0
-                if missed[name] == LOOKS and not self._closing.is_set():
-                    self._report(name, address, failure)
-                    return
+        lines: dict[str, socket.socket] = {}
+        refused = dict.fromkeys(services, 0)
+        with ExitStack() as closing:
+            closing.callback(lambda: [line.close() for line in lines.values()])
+            while self._gone is None and not self._closing.is_set():
+                for name in services.keys() - lines.keys():
+                    self._reconnect(name, services[name], lines, refused)
+                speaking, _, _ = select.select(lines.values(), [], [], LOOK_EVERY_S)
+                for name in [name for name, line in lines.items() if line in speaking]:
+                    if not _read(lines[name]):
+                        lines.pop(name).close()
 
-    def _report(self, name: str, address: Address, failure: OSError | None) -> None:
+    def _reconnect(
+        self, name: str, address: Address, lines: dict[str, socket.socket], refused: dict[str, int]
+    ) -> None:
+        try:
+            lines[name] = _connect(address)
+            refused[name] = 0
+        except OSError as error:
+            refused[name] += 1
+            if refused[name] >= self._patience and not self._closing.is_set():
+                self._report(name, address, error)
+
+    def _report(self, name: str, address: Address, failure: OSError) -> None:
         self._gone = (
             f"Ray is gone: {name} at {address[0]}:{address[1]} takes no connections ({failure}). "
             "It was killed (by hand, or because the machine had no memory left) or its node is "
@@ -70,9 +93,17 @@ class RayWatch:
         logger.error("%s", self._gone)
 
 
-def _knock(address: Address) -> OSError | None:
+def _connect(address: Address) -> socket.socket:
+    line = socket.create_connection(address, timeout=CONNECT_WITHIN_S)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        line.setsockopt(socket.IPPROTO_TCP, option, value)
+    return line
+
+
+def _read(line: socket.socket) -> bool:
+    """Pass over what a service says (a greeting); False when it has ended the connection."""
     try:
-        socket.create_connection(address, timeout=ANSWER_WITHIN_S).close()
-    except OSError as error:
-        return error
-    return None
+        return bool(line.recv(4096))
+    except OSError:
+        return False
