@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.rollout.errors import RolloutError
-from dynamo_megatron.rollout.vllm.watch import RayWatch
+from dynamo_megatron.rollout.vllm.watch import RayWatch, require_listener
 from dynamo_megatron.rollout.vllm.wire import ReplicaFacts, ReplicaSettings
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ CALLS_AT_ONCE = 4
 """Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
 START_ATTEMPTS = 2
 """Ray gives its services 30 s to start, which a busy machine may not."""
+KNOCK_TIMEOUT_S = 10.0
 SHORT_TEMP = 40
 """Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
 WAIT_SLICE_S = 1.0
@@ -206,6 +207,11 @@ class RayCluster:
                 logger.warning("%s It is tried once more.", error)
 
     def _join(self, address: str) -> None:
+        try:
+            require_listener(address)
+        except OSError as error:
+            raise _no_answer(address, error) from error
+        _knock(address)
         with _quiet_start():
             _init(address=address)
 
@@ -301,6 +307,20 @@ def _replica_environment(settings: ReplicaSettings, ray_folder: str | None) -> d
     return found
 
 
+def _knock(address: str) -> None:
+    """Refuse an address where nobody listens; Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", which Ray finds itself
+    try:
+        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise RolloutError(
+            f"nobody listens at rollout.vllm.ray_address={address} ({error}). Check that Ray's "
+            "head runs there (ray start --head) and that this node reaches it."
+        ) from None
+
+
 def _init(**arguments: Any) -> None:
     import ray
 
@@ -318,12 +338,24 @@ def _init(**arguments: Any) -> None:
         ray.shutdown()
         address = arguments["address"]
         if address == "local":
-            raise RolloutError(f"Ray could not be started on this machine: {error}") from error
-        raise RolloutError(
-            f"no Ray answers at rollout.vllm.ray_address={address}: {str(error).strip()}. Check "
-            "that its head runs there, that it is Ray of the same version, and that this process "
-            "has its token (RAY_AUTH_TOKEN, or the file ~/.ray/auth_token)."
-        ) from error
+            advice = ""
+            if isinstance(error, OSError):
+                advice = (
+                    " Ray keeps its token in ~/.ray/auth_token: HOME must be a folder that can be "
+                    "written to, or set RAY_AUTH_TOKEN."
+                )
+            raise RolloutError(
+                f"Ray could not be started on this machine: {error}.{advice}"
+            ) from error
+        raise _no_answer(address, error) from error
+
+
+def _no_answer(address: str, error: Exception) -> RolloutError:
+    return RolloutError(
+        f"no Ray answers at rollout.vllm.ray_address={address}: {str(error).strip()}. Check that "
+        "its head runs there, that it is Ray of the same version, and that this process has its "
+        "token (RAY_AUTH_TOKEN, or the file ~/.ray/auth_token)."
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 CONNECT_WITHIN_S = 3.0
+FIRST_WITHIN_S = 10.0
 PATIENCE = 3
 """A service of another's Ray that refused so many connections in a row is gone."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
@@ -91,6 +92,20 @@ class RayWatch:
             "down, and with it the replicas. Start the run again with run.resume=if_present."
         )
         logger.error("%s", self._gone)
+
+
+def require_listener(address: str) -> None:
+    """Ray itself takes minutes to find that nobody listens at ``host:port``.
+
+    Args:
+        address: others than ``host:port`` pass.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=FIRST_WITHIN_S).close()
 
 
 def _connect(address: Address) -> socket.socket:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dynamo_megatron.rollout.errors import RolloutError
-from dynamo_megatron.rollout.vllm.watch import RayWatch
+from dynamo_megatron.rollout.vllm.watch import RayWatch, require_listener
 
 
 def listener(port: int = 0) -> socket.socket:
@@ -80,3 +80,12 @@ def test_who_waits_gives_up_when_the_engine_is_closed():
     watch.close()
     with pytest.raises(RolloutError, match="being closed"):
         watch.require()
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once():
+    with listener() as head:
+        port = head.getsockname()[1]
+        require_listener(f"127.0.0.1:{port}")
+    with pytest.raises(OSError, match="refused"):
+        require_listener(f"127.0.0.1:{port}")
+    require_listener("auto")  # Ray looks for it
