@@ -21,6 +21,7 @@ from dynamo_megatron.config_algorithm import (
 )
 from dynamo_megatron.config_base import Fraction, NonNegative, Positive, Section
 from dynamo_megatron.config_vllm import VllmConfig
+from dynamo_megatron.rollout.vllm.limits import check_temperature
 
 
 class RunConfig(Section):
@@ -337,6 +338,13 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _temperatures(self) -> Config:
+        if self.rollout.engine == "vllm":
+            check_temperature("rollout.temperature", self.rollout.temperature)
+            check_temperature("evaluation.temperature", self.evaluation.temperature)
+        return self
 
     @model_validator(mode="after")
     def _mini_batches(self) -> Config:

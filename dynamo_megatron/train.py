@@ -126,11 +126,9 @@ def run(config: Config, on_failure: Callable[[BaseException], None] | None = Non
 def _run(config: Config, control, stop, on_failure) -> None:
     from dynamo_megatron import build
     from dynamo_megatron.actor.topology import init_topology
-    from dynamo_megatron.checkpoint.export import export_once
     from dynamo_megatron.load_config import to_yaml, write_resolved
     from dynamo_megatron.loop import train
     from dynamo_megatron.parallel.digest import require_agreement
-    from dynamo_megatron.summary import summarize
 
     control.set_phase("read the inputs")
     inputs = build.read_inputs(config)
@@ -150,6 +148,8 @@ def _run(config: Config, control, stop, on_failure) -> None:
     checkpointer = build.build_checkpointer(config, inputs, policy)
     build.load_start_weights(config, policy, checkpointer)
     state, saved_step = _resume(config, checkpointer)
+    if _nothing_left(config, inputs, state, saved_step):
+        return _finish(config, inputs, policy, checkpointer, state)
     with ExitStack() as closing:
         tier = _build_tier(config, inputs, topology, control)
         closing.callback(tier.close)
@@ -164,10 +164,24 @@ def _run(config: Config, control, stop, on_failure) -> None:
             if on_failure is not None:
                 on_failure(error)
             raise
+    _finish(config, inputs, policy, checkpointer, state)
+
+
+def _nothing_left(config: Config, inputs, state, saved_step: int | None) -> bool:
+    """A run that is done needs no rollout tier, which may take minutes to start."""
+    measured = not inputs.heldout or state.evaluated(state.step) is not None
+    return state.step >= config.run.num_steps and saved_step == state.step and measured
+
+
+def _finish(config: Config, inputs, policy, checkpointer, state) -> None:
+    """Export the policy of a run that is done, and say what there is."""
+    from dynamo_megatron.checkpoint.export import export_once
+    from dynamo_megatron.summary import summarize
+
     if config.checkpoint.export_hf and state.step >= config.run.num_steps:
         export = Path(config.run.dir) / "hf" / f"step_{state.step:06d}"
         export_once(policy, inputs.model_dir, export, source=checkpointer.latest())
-    if topology.rank == 0:
+    if policy.topology.rank == 0:
         logger.info("%s", summarize(Path(config.run.dir), state, config.run.num_steps))
 
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""One of them holds the vocabulary; without any, transformers makes up an empty tokenizer."""
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face model folder, without network and remote code.
 
@@ -26,8 +30,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"the model folder {path} does not exist (seen from {Path.cwd()}). Download the model "
             "first and set model.path to its folder; nothing is fetched during a run."
         )
+    if not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        raise DataError(
+            f"the model folder {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is "
+            "there. Copy the tokenizer's files from where the weights came from."
+        )
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -35,6 +44,25 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"no tokenizer can be read from {path}: {error}. The folder needs tokenizer.json and "
             "tokenizer_config.json; tokenizers that bring their own Python code are not run."
         ) from error
+    _check_fits(tokenizer, Path(path))
+    return tokenizer
+
+
+def _check_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
+    """Refuse a tokenizer that makes tokens which the model does not have.
+
+    Under tensor parallelism the trainer's vocabulary is padded: such a token would be trained
+    there without an error, and be unknown to the sampler and the export.
+    """
+    rows = _read_json(model_dir / "config.json").get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(rows, int) and largest >= rows:
+        raise DataError(
+            f"the tokenizer of {model_dir} makes token ids up to {largest}, and the embedding of "
+            f"the model has {rows} rows (vocab_size of config.json): such tokens cannot be "
+            "embedded. Take the tokenizer that belongs to the weights, or resize the embedding "
+            "with transformers' resize_token_embeddings first."
+        )
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path) -> tuple[int, ...]:

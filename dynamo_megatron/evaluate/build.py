@@ -101,6 +101,13 @@ def _hf_engine(spec: EngineSpec) -> RolloutEngine:
 
 
 def _vllm_engine(spec: EngineSpec) -> RolloutEngine:
+    positions = _positions(spec.model_dir)
+    if positions is not None and spec.max_model_len > positions:
+        raise ValueError(
+            f"--max-tokens {spec.max_tokens}: with the longest prompt that is {spec.max_model_len} "
+            f"tokens, and the model was made for {positions}; vLLM refuses more. Lower "
+            f"--max-tokens to {positions - spec.max_model_len + spec.max_tokens} or less."
+        )
     return build_vllm_engine(
         VllmSpec(
             model_dir=spec.model_dir.resolve(),
@@ -212,9 +219,8 @@ def longest_sequence(prompts: Sequence[Prompt], max_tokens: int, model_dir: Path
         model_dir: of the model.
     """
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + max_tokens
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and longest > positions:
+    positions = _positions(model_dir)
+    if positions is not None and longest > positions:
         logger.warning(
             "the longest prompt with --max-tokens %d has %d tokens, and the model was made for %d: "
             "what it writes beyond them is worth nothing. Lower --max-tokens.",
@@ -223,6 +229,13 @@ def longest_sequence(prompts: Sequence[Prompt], max_tokens: int, model_dir: Path
             positions,
         )
     return longest
+
+
+def _positions(model_dir: Path) -> int | None:
+    """Tokens that the model was made for, as it states them."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    positions = config.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
 
 
 def weights_fingerprint(model_dir: Path) -> str:

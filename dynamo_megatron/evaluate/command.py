@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging(rank=0)
     disable_progress_bar()  # transformers' own, of loading weights
     try:
-        _run(arguments)
+        with _terminable():
+            _run(arguments)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"dynamo-megatron eval: {error}\n")
         return USAGE_ERROR
@@ -74,6 +77,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("stopped; the same command goes on from here\n")
         return INTERRUPTED
     return 0
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM end the evaluation as Ctrl-C does: engines and their files are cleared away."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -103,7 +123,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--verifier-timeout", type=_above_zero, default=10.0, metavar="SECONDS")
     add("--workers", type=_positive, default=1, help="processes that verify (1)")
-    add("--engine", default="hf", choices=("hf", "vllm"), help="what generates (hf)")
+    add("--engine", default="hf", help="what generates: hf, or vllm in processes of its own (hf)")
     add("--batch-size", type=_positive, default=64, help="sequences a replica decodes at once (64)")
     add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (1)")
     add(
@@ -121,6 +141,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--greedy --samples {arguments.samples}: greedy samples of a problem are all the "
             "same. Leave one of the two out."
         )
+    if arguments.engine == "vllm" and not arguments.greedy:
+        from dynamo_megatron.rollout.vllm.limits import check_temperature
+
+        try:
+            check_temperature("--temperature", arguments.temperature)
+        except ValueError as error:
+            parser.error(str(error))
     return arguments
 
 

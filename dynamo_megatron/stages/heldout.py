@@ -116,6 +116,8 @@ class HeldoutStage:
             "right_from": config.algorithm.allocation.success_threshold,
             "engine": config.rollout.engine,
             "dtype": config.model.dtype,
+            "top_p": config.rollout.top_p,  # a cut of the sampler's applies here as well
+            "top_k": config.rollout.top_k,
         }
 
 

@@ -99,6 +99,11 @@ def build_vllm_engine(spec: VllmSpec) -> VllmEngine:
     Raises:
         RolloutError: what cannot work, and why. Nothing is left behind then.
     """
+    if spec.transport == "nccl" and not spec.use_gpu:
+        raise RolloutError(
+            "rollout.vllm.transport=nccl sends from GPU to GPU, and there is none here. Set "
+            "rollout.vllm.transport=auto."
+        )
     gpu_ids = _gpus_beside_trainer(spec) if spec.use_gpu and spec.ray_address is None else ()
     cluster = RayCluster(
         spec.ray_address,
@@ -161,11 +166,6 @@ def _transport(spec: VllmSpec, cluster: RayCluster) -> tuple[Transport, str | No
     name = spec.transport
     if name == "auto":
         name = "nccl" if spec.use_gpu else "gloo"
-    if name == "nccl" and not spec.use_gpu:
-        raise RolloutError(
-            "rollout.vllm.transport=nccl sends from GPU to GPU, and there is none here. Set "
-            "rollout.vllm.transport=auto."
-        )
     collect = partial(cluster.wait, timeout_s=spec.hang_timeout_s)
     if name == "object_store":
         return ObjectStoreTransport(collect), None

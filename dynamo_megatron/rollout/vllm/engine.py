@@ -14,15 +14,13 @@ from dynamo_megatron.rollout.seeds import rollout_seed
 from dynamo_megatron.rollout.servable import require_servable
 from dynamo_megatron.rollout.vllm.dispatch import Dispatcher
 from dynamo_megatron.rollout.vllm.fleet import Fleet
+from dynamo_megatron.rollout.vllm.limits import check_temperature
 from dynamo_megatron.rollout.vllm.schedule import LengthHistory, Planned, Schedule
 from dynamo_megatron.rollout.vllm.wire import Sample, SampleRequest, Sampling
 from dynamo_megatron.types import FinishReason, GroupSizes, Prompt, Rollout
 
 PROBE_STEP = -1
 """Enters a probe's seeds in place of the step."""
-
-TEMPERATURES = 0.01, 2.0
-"""What vLLM 0.32 samples at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +185,11 @@ class VllmEngine:
         return self._fleet.version
 
     def _sampling(self, temperature: float | None, version: int, max_tokens: int) -> Sampling:
-        low, high = TEMPERATURES
-        if temperature is not None and not low <= temperature <= high:
-            raise RolloutError(
-                f"temperature={temperature:g}: vLLM samples at {low:g} to {high:g} only. It "
-                "refuses more, and takes less for the former without an error. Choose one in "
-                "between, or rollout.engine=hf."
-            )
+        if temperature is not None:
+            try:
+                check_temperature("temperature", temperature)
+            except ValueError as error:
+                raise RolloutError(str(error)) from None
         return Sampling(
             temperature=temperature,
             max_tokens=max_tokens,

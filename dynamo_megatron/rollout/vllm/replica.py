@@ -83,7 +83,7 @@ class Replica:
         """Build the engine; takes from seconds to minutes."""
         if self._engine is None:
             prepare_environment(self._settings)
-            self._engine = build_engine(self._settings)
+            self._engine = _buildable(self._settings)
             if self._settings.load_weights:
                 self._version = 0
             self._thread.start()
@@ -334,6 +334,20 @@ def prepare_environment(settings: ReplicaSettings) -> None:
         # Unset, vLLM's threads spin and take 5 to 20 times as long.
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Eager it is anyway; the few functions that vLLM compiles all the same cost 10 s of a
+        # start, and 150 MB of compiled headers in the temporary folder.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def _buildable(settings: ReplicaSettings) -> Any:
+    """The engine, or an error that can travel: some of vLLM's cannot be pickled."""
+    try:
+        return build_engine(settings)
+    except MemoryError:
+        raise
+    except Exception as error:
+        logger.exception("the engine could not be built")
+        raise ReplicaError(f"{type(error).__name__}: {error}") from None
 
 
 def build_engine(settings: ReplicaSettings) -> Any:

@@ -21,8 +21,20 @@ def test_a_name_that_is_no_folder_is_refused_and_not_looked_up(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no tokenizer can be read"):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 8}')
+    with pytest.raises(DataError, match=r"has no tokenizer: none of tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(model_dir):
+    largest = max(load_tokenizer(model_dir).get_vocab().values())
+    config = model_dir / "config.json"
+    values = json.loads(config.read_text()) if config.exists() else {}
+    config.write_text(json.dumps(values | {"vocab_size": largest + 1}))
+    load_tokenizer(model_dir)
+    config.write_text(json.dumps(values | {"vocab_size": largest}))
+    with pytest.raises(DataError, match=f"ids up to {largest}, .* has {largest} rows"):
+        load_tokenizer(model_dir)
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused_and_not_run(model_dir):

@@ -103,3 +103,12 @@ def test_changed_weights_have_another_fingerprint(tmp_path):
     assert weights_fingerprint(tmp_path) == before
     (tmp_path / "model.safetensors").write_bytes(b"12345")
     assert weights_fingerprint(tmp_path) != before
+
+
+def test_vllm_refuses_what_is_beyond_the_models_positions_before_it_starts():
+    folder = model_folder("builtin:tiny")
+    spec = EngineSpec(
+        model_dir=folder, max_tokens=250, max_model_len=270, batch_size=8, dtype="float32"
+    )
+    with pytest.raises(ValueError, match=r"made for 256; .* Lower --max-tokens to 236 or less"):
+        build_engine("vllm", spec)

@@ -106,7 +106,7 @@ def test_only_a_clusters_replicas_are_met_beyond_the_loopback(name, is_local, ad
 
 def test_nccl_without_a_gpu_is_an_error():
     with pytest.raises(RolloutError, match="from GPU to GPU, and there is none here"):
-        build._transport(spec(transport="nccl"), Cluster(is_local=True))
+        build.build_vllm_engine(spec(transport="nccl"))
 
 
 def test_an_nccl_buffer_holds_the_largest_bucket(tmp_path):
