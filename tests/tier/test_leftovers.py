@@ -85,7 +85,7 @@ def test_an_error_in_the_trainer_is_said_first_and_leaves_nothing(tmp_path):
 def test_a_cluster_that_is_not_there_ends_the_run(tmp_path):
     with Run(tmp_path, {"rollout.vllm.ray_address": "127.0.0.1:1"}) as run:
         assert run.ended(180) == 1
-        assert "nobody listens at rollout.vllm.ray_address=127.0.0.1:1" in run.output
+        assert "no Ray answers at rollout.vllm.ray_address=127.0.0.1:1" in run.output
         assert "rank 1 stops: " in run.output
 
 

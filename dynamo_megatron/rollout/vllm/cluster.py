@@ -28,7 +28,6 @@ CALLS_AT_ONCE = 4
 """Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
 START_ATTEMPTS = 2
 """Ray gives its services 30 s to start, which a busy machine may not."""
-KNOCK_TIMEOUT_S = 10.0
 SHORT_TEMP = 40
 """Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
 WAIT_SLICE_S = 1.0
@@ -211,7 +210,6 @@ class RayCluster:
             require_listener(address)
         except OSError as error:
             raise _no_answer(address, error) from error
-        _knock(address)
         with _quiet_start():
             _init(address=address)
 
@@ -305,20 +303,6 @@ def _replica_environment(settings: ReplicaSettings, ray_folder: str | None) -> d
         kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         found["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
     return found
-
-
-def _knock(address: str) -> None:
-    """Refuse an address where nobody listens; Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return  # "auto", which Ray finds itself
-    try:
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise RolloutError(
-            f"nobody listens at rollout.vllm.ray_address={address} ({error}). Check that Ray's "
-            "head runs there (ray start --head) and that this node reaches it."
-        ) from None
 
 
 def _init(**arguments: Any) -> None:
