@@ -56,23 +56,26 @@ class Communicator:
         receipts = [threading.Event() for _ in self.wire.inbox[1:]]
         for inbox, taken in zip(self.wire.inbox[1:], receipts, strict=True):
             inbox.put((tensor.clone(), taken))
+        deadline = time.monotonic() + PATIENCE_S
         while not all(taken.is_set() for taken in receipts):
-            self._wait()
+            self._wait(deadline)
 
     def destroy(self) -> None:
         self.wire.destroyed.append(self.rank)
         self._ended.set()
 
     def _take(self, inbox):
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return inbox.get_nowait()
             except queue.Empty:
-                self._wait()
+                self._wait(deadline)
 
-    def _wait(self) -> None:
+    def _wait(self, deadline: float) -> None:
         if self._ended.wait(0.001):
             raise RuntimeError("NCCL error: aborted")
+        assert time.monotonic() < deadline, "a rank waits for another one that never comes"
 
 
 class Meeting:
