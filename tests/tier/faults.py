@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,9 +15,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from dynamo_megatron.rollout.vllm.cluster import RayReplica
 from dynamo_megatron.types import Rollout
 from tests.tier.conftest import ROUNDING
 
@@ -28,17 +29,35 @@ MARK = "DYNAMO_TEST_RUN"
 """In the environment of every process of a run, whoever started it."""
 
 
-def killed(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+def killed(replica: RayReplica) -> None:
+    os.kill(pid_of(replica), signal.SIGKILL)
 
 
-def frozen(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
+def frozen(replica: RayReplica) -> None:
+    os.kill(pid_of(replica), signal.SIGSTOP)
 
 
-def out_of_memory(pid: int) -> None:
-    """Its next allocation from the system fails."""
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+def out_of_memory(replica: RayReplica) -> None:
+    """Its memory is used up to the last hundred bytes, and the system gives no more."""
+
+    def use_up(worker: Any) -> None:  # nested: it travels by value
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        worker.hoard = []
+        size = 1 << 24
+        while size > 32:
+            try:
+                worker.hoard.append(bytes(size))
+            except MemoryError:
+                size //= 2
+
+    replica.call("_rpc", use_up)
+
+
+def pid_of(replica: RayReplica) -> int:
+    assert replica.facts is not None
+    return replica.facts.pid
 
 
 def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None:

@@ -45,8 +45,11 @@ def test_a_stopped_run_has_a_checkpoint_and_leaves_nothing(tmp_path, how):
             run.process.send_signal(signal.SIGTERM)
         run.ended()
         done = run.steps()
+        assert (run.run_dir / "checkpoints" / f"step_{done:08d}").is_dir()
         assert f"stopping on a signal after {done} of 500 steps" in run.output
         assert run.left_files() == []
+    if how == "ctrl-c":
+        return
     with Run(tmp_path, {"run.num_steps": done + 1, "run.resume": "always"}) as again:
         assert again.ended(240) == 0, again.output
         assert again.steps() == done + 1
