@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ class RayCluster:
         for left in reversed(range(START_ATTEMPTS)):
             self._temp = tempfile.mkdtemp(prefix="dynamo-ray-", dir=_short_temp())
             try:
-                with _quiet_start(), _visible(gpu_ids):
+                with _quiet_start(), _visible(gpu_ids), _own_process_group():
                     _init(
                         address="local",
                         num_cpus=num_replicas,
@@ -359,6 +360,23 @@ def _quiet_start() -> Iterator[None]:
         if main:
             for number, handler in kept.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def _own_process_group() -> Iterator[None]:
+    """While Ray starts: its processes leave this one's group.
+
+    torchrun and a terminal signal the whole group. Ray has to last until the step is over and the
+    checkpoint saved; it ends with this process all the same.
+    """
+    from ray._private import services
+
+    kept = services.ConsolePopen
+    services.ConsolePopen = partial(kept, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = kept
 
 
 @contextmanager
