@@ -6,7 +6,6 @@ import getpass
 import logging
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm.surroundings import quiet_start, visible
 from dynamo_megatron.rollout.vllm.watch import RayWatch, require_listener
 from dynamo_megatron.rollout.vllm.wire import ReplicaFacts, ReplicaSettings
 
@@ -190,7 +190,7 @@ class RayCluster:
         for left in reversed(range(START_ATTEMPTS)):
             self._temp = tempfile.mkdtemp(prefix="dynamo-ray-", dir=_short_temp())
             try:
-                with _quiet_start(), _visible(gpu_ids), _own_process_group():
+                with quiet_start(), visible(gpu_ids), _own_process_group():
                     _init(
                         address="local",
                         num_cpus=num_replicas,
@@ -211,7 +211,7 @@ class RayCluster:
             require_listener(address)
         except OSError as error:
             raise _no_answer(address, error) from error
-        with _quiet_start():
+        with quiet_start():
             _init(address=address)
 
     def _place(self, num_replicas: int, timeout_s: float) -> Any:
@@ -344,25 +344,6 @@ def _no_answer(address: str, error: Exception) -> RolloutError:
 
 
 @contextmanager
-def _quiet_start() -> Iterator[None]:
-    """Keep Ray's hands off this process's signals, and its words off the terminal."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's 15 would let anything else on the node keep a replica waiting.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    main = threading.current_thread() is threading.main_thread()
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before = logging.getLogger("ray").level
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.getLogger("ray").setLevel(before)
-        if main:
-            for number, handler in kept.items():
-                signal.signal(number, handler)
-
-
-@contextmanager
 def _own_process_group() -> Iterator[None]:
     """While Ray starts: its processes leave this one's group.
 
@@ -377,21 +358,6 @@ def _own_process_group() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = kept
-
-
-@contextmanager
-def _visible(gpu_ids: Sequence[str]) -> Iterator[None]:
-    """While Ray starts: the GPUs that it may give out. This process keeps its own."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpu_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-    try:
-        yield
-    finally:
-        if gpu_ids and before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        elif before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _remove_placement(cluster: RayCluster) -> None:
