@@ -65,3 +65,19 @@ def test_an_evaluation_that_was_stopped_goes_on_to_the_same_samples(tmp_path):
     # Another batch moves a logit by 1e-6, which turns a draw now and then.
     assert sum(same) >= 0.99 * len(same)
     assert [(a["id"], a["k"]) for a in whole] == [(b["id"], b["k"]) for b in parts]
+
+
+@pytest.mark.timeout(300)
+def test_a_home_that_ray_cannot_write_to_is_refused_with_the_remedy(tmp_path):
+    argv = command("vllm", tmp_path / "out", "--data", "arithmetic:2", "--greedy")
+    done = subprocess.run(
+        argv,
+        env=os.environ | {"HOME": "/proc/no-home"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Ray could not be started on this machine" in done.stderr
+    assert "HOME must be a folder that can be written to, or set RAY_AUTH_TOKEN" in done.stderr

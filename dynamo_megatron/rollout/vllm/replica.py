@@ -400,7 +400,7 @@ def engine_arguments(settings: ReplicaSettings) -> Any:
 def warm_up(engine: Any, stop_token_ids: tuple[int, ...]) -> None:
     """Take the first steps, with batches of several sizes.
 
-    They compile, which can take longer than a step may take before the engine counts as hung.
+    On a GPU they compile, which can take longer than an engine may take before it counts as hung.
     """
     for place in range(WARM_UP):
         request = SampleRequest(key=f"warm-up/{place}", token_ids=(0, 0), seed=place)

@@ -83,14 +83,16 @@ class Schedule:
         dealt: dict[int, list[SampleRequest]] = {replica: [] for replica in free}
         share = -(-(self.num_total - self.num_done) // max(1, num_replicas))
         limit = min(self._window, share)
+        loads = {replica: self._load(replica) for replica in free}
         while self._waiting:
             open_to_more = [replica for replica in free if self.held(replica) < limit]
             if not open_to_more:
                 break
-            replica = min(open_to_more, key=self._load)
+            replica = min(open_to_more, key=loads.__getitem__)
             for planned in self._next_chunk(min(self._chunk, limit - self.held(replica))):
                 self._held.setdefault(replica, {})[planned.request.key] = planned
                 dealt[replica].append(planned.request)
+                loads[replica] += planned.expected_tokens
         return dealt
 
     def complete(self, replica: int, key: str) -> None:
