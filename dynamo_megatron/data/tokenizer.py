@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +56,13 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
     there without an error, and be unknown to the sampler and the export.
     """
     rows = _read_json(model_dir / "config.json").get("vocab_size")
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+    token, largest = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", -1))
     if isinstance(rows, int) and largest >= rows:
         raise DataError(
-            f"the tokenizer of {model_dir} makes token ids up to {largest}, and the embedding of "
-            f"the model has {rows} rows (vocab_size of config.json): such tokens cannot be "
-            "embedded. Take the tokenizer that belongs to the weights, or resize the embedding "
-            "with transformers' resize_token_embeddings first."
+            f"the tokenizer of {model_dir} makes token ids up to {largest} ({token!r}), and the "
+            f"embedding of the model has {rows} rows (vocab_size of config.json): such tokens "
+            "cannot be embedded. Take the tokenizer that belongs to the weights, or resize the "
+            "embedding with transformers' resize_token_embeddings first."
         )
 
 

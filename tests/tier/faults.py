@@ -57,7 +57,7 @@ def out_of_memory(replica: RayReplica) -> None:
 
 def pid_of(replica: RayReplica) -> int:
     assert replica.facts is not None
-    return replica.facts.pid
+    return replica.facts.process.pid
 
 
 def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None:

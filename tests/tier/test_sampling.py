@@ -154,7 +154,7 @@ def _session(engine: VllmEngine, prompts: tuple[Prompt, ...]) -> Session:
         at={temperature: sample([2] * NUM_PROMPTS, at=temperature) for temperature in TEMPERATURES},
         top_k_1=sample(COUNTS, engine=_changed(engine, top_k=1)),
         top_p=sample([2] * NUM_PROMPTS, engine=_changed(engine, top_p=0.5)),
-        pids=[replica.facts.pid for replica in engine._fleet.ready],
+        pids=[replica.facts.process.pid for replica in engine._fleet.ready],
     )
 
 

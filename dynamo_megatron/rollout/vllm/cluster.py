@@ -246,7 +246,7 @@ class RayReplica:
     def host(self) -> str:
         """Address of its node."""
         assert self.facts is not None, "the replica was not started"
-        return self.facts.host
+        return self.facts.process.host
 
     def call(self, method: str, *args: Any) -> ObjectRef:
         """Start a method; returns a ticket."""

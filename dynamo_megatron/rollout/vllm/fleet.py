@@ -14,9 +14,11 @@ from torch import Tensor
 
 from dynamo_megatron.rollout.errors import RolloutError
 from dynamo_megatron.rollout.vllm.cluster import RayCluster, RayReplica, ReplicaLostError
+from dynamo_megatron.rollout.vllm.processes import ProcessId
 from dynamo_megatron.rollout.vllm.transport import Transport, buckets
 from dynamo_megatron.rollout.vllm.wire import (
     Exchange,
+    ReplicaFacts,
     ReplicaSettings,
     Sample,
     SampleRequest,
@@ -75,6 +77,7 @@ class Fleet:
         self._probed: dict[int, tuple[list[SampleRequest], Sampling, dict[str, Sample]]] = {}
         self._version: int | None = 0 if settings.load_weights else None
         self._connected: tuple[RayReplica, ...] = ()
+        self._last: dict[int, ProcessId] = {}  # in each replica's place, alive or not
 
     @property
     def version(self) -> int | None:
@@ -95,13 +98,13 @@ class Fleet:
         except (RolloutError, ReplicaLostError) as error:
             raise RolloutError(_start_advice(str(error), self._settings)) from error
         for replica, found in zip(replicas, facts, strict=True):
-            replica.facts = found
+            self._note(replica, found)
             self._ready[replica.number] = replica
             logger.info(
                 "replica %d: process %d on %s, %d parameters, room for %d tokens",
                 replica.number,
-                found.pid,
-                found.host,
+                found.process.pid,
+                found.process.host,
                 found.parameters,
                 found.kv_cache_tokens,
             )
@@ -299,7 +302,8 @@ class Fleet:
         """A new process in the old place, with the current weights, checked."""
         replica = self.cluster.replica(number, self._settings)
         try:
-            (replica.facts,) = self.cluster.wait([replica.call("start")], self._start_timeout_s)
+            started = replica.call("start", self._last.get(number))
+            self._note(replica, *self.cluster.wait([started], self._start_timeout_s))
             if self._stored and self._version is not None:
                 self._load_stored(replica, self._stored, self._version)
             if number in self._probed:
@@ -309,6 +313,10 @@ class Fleet:
             replica.kill()
             raise
         return replica
+
+    def _note(self, replica: RayReplica, facts: ReplicaFacts) -> None:
+        replica.facts = facts
+        self._last[replica.number] = facts.process
 
     def _load_stored(self, replica: RayReplica, stored: Sequence[Any], version: int) -> None:
         self._call_all([replica], "begin_update")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo_megatron.rollout.vllm.processes import ProcessId, end_process, own_process
 from dynamo_megatron.rollout.vllm.shared_memory import forget_shared_names
 from dynamo_megatron.rollout.vllm.wire import (
     Exchange,
@@ -79,17 +79,26 @@ class Replica:
         self._completed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
-    def start(self) -> ReplicaFacts:
-        """Build the engine; takes from seconds to minutes."""
+    def start(self, predecessor: ProcessId | None = None) -> ReplicaFacts:
+        """Build the engine, unless it is there; takes from seconds to minutes.
+
+        Args:
+            predecessor: the process in whose place this one is. It must have ended first, or there
+                is no memory for this one: Ray counts a process as gone when its connection is.
+
+        Raises:
+            RuntimeError: the predecessor does not end.
+        """
         if self._engine is None:
+            if predecessor is not None:
+                end_process(predecessor)
             prepare_environment(self._settings)
             self._engine = _buildable(self._settings)
             if self._settings.load_weights:
                 self._version = 0
             self._thread.start()
         return ReplicaFacts(
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            process=own_process(),
             parameters=self._rpc("dynamo_parameters")[0],
             kv_cache_tokens=_kv_cache_tokens(self._engine),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dynamo_megatron.rollout.vllm.processes import ProcessId
 from dynamo_megatron.types import FinishReason
 
 
@@ -121,14 +122,12 @@ class ReplicaFacts:
     """Where a replica runs.
 
     Attributes:
-        host: node address.
-        pid: process id there.
+        process: on which node, and which there.
         parameters: number of the engine's parameters, fused ones counted once.
         kv_cache_tokens: tokens that fit into the cache.
     """
 
-    host: str
-    pid: int
+    process: ProcessId
     parameters: int
     kv_cache_tokens: int
 

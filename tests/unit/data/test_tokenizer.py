@@ -33,7 +33,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(model_dir)
     config.write_text(json.dumps(values | {"vocab_size": largest + 1}))
     load_tokenizer(model_dir)
     config.write_text(json.dumps(values | {"vocab_size": largest}))
-    with pytest.raises(DataError, match=f"ids up to {largest}, .* has {largest} rows"):
+    with pytest.raises(DataError, match=rf"ids up to {largest} \(.*\), .* has {largest} rows"):
         load_tokenizer(model_dir)
 
 

@@ -1,0 +1,77 @@
+"""Processes, known by number and start: a number alone is given out again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+import psutil
+
+END_TIMEOUT_S = 20.0
+"""A killed process that holds GPU memory takes seconds until its driver has let go."""
+
+CLOCK_S = 2.0
+"""A correction of the system's clock moves the start that it tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process on some node.
+
+    Attributes:
+        host: name of its node.
+        pid: its number there.
+        started_s: when it began (seconds since the epoch, as the system tells it).
+    """
+
+    host: str
+    pid: int
+    started_s: float
+
+
+def own_process() -> ProcessId:
+    """This process."""
+    return ProcessId(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+
+
+def end_process(process: ProcessId, timeout_s: float = END_TIMEOUT_S) -> None:
+    """See to it that a process of this node, and what it started, has ended.
+
+    Nothing happens where it has ended already, or ran on another node.
+
+    Raises:
+        RuntimeError: it does not end within ``timeout_s`` of being killed.
+    """
+    if process.host != socket.gethostname() or process.pid == os.getpid():
+        return
+    try:
+        found = psutil.Process(process.pid)
+        if abs(found.create_time() - process.started_s) > CLOCK_S:
+            return
+        tree = [found, *found.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for each in tree:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+    deadline = time.monotonic() + timeout_s
+    while (alive := [each for each in tree if _runs(each)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if alive:
+        raise RuntimeError(
+            f"process {', '.join(str(each.pid) for each in alive)} on {process.host} did not end within {timeout_s:g} s of being killed, and its memory "
+            "stays taken: a driver or a file system of that node hangs. Restart the node, or "
+            "take it out of the cluster."
+        )
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it still holds memory: a zombie waits for its parent only."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
