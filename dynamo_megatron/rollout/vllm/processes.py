@@ -63,9 +63,9 @@ def end_process(process: ProcessId, timeout_s: float = END_TIMEOUT_S) -> None:
         time.sleep(0.02)
     if alive:
         raise RuntimeError(
-            f"process {', '.join(str(each.pid) for each in alive)} on {process.host} did not end within {timeout_s:g} s of being killed, and its memory "
-            "stays taken: a driver or a file system of that node hangs. Restart the node, or "
-            "take it out of the cluster."
+            f"process {', '.join(str(each.pid) for each in alive)} on {process.host} did not end "
+            f"within {timeout_s:g} s of being killed, and its memory stays taken: a driver or a "
+            "file system of that node hangs. Restart the node, or take it out of the cluster."
         )
 
 

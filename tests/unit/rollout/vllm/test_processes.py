@@ -67,7 +67,9 @@ def test_this_process_is_known_and_left_alone():
 
 
 def test_one_that_cannot_be_killed_is_named(monkeypatch):
-    with deaf() as (process, _), monkeypatch.context() as patched:
+    with deaf() as (process, child), monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "kill", lambda self: None)
-        with pytest.raises(RuntimeError, match=rf"process {process.pid} \(.*did not end"):
+        with pytest.raises(
+            RuntimeError, match=rf"process {process.pid}, {child.pid} on .* did not end"
+        ):
             end_process(process, timeout_s=0.2)
