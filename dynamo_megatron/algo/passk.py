@@ -55,41 +55,6 @@ def pass_at_k(num_correct: Tensor, num_samples: Tensor, k: int) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64)
 
 
-def mean_pass_at_1(num_correct: Tensor, num_samples: Tensor) -> Interval:
-    """Mean success rate over problems, with a Wilson 95 % interval.
-
-    The problems count as a sample of all problems of their kind, and several samples of one problem
-    are not independent. So the interval is Wilson's for the number of independent trials that would
-    give the observed variance between problems: between P (all samples of a problem agree, or one
-    sample each) and the number of samples (all problems alike).
-
-    Args:
-        num_correct: [P] int64 correct samples.
-        num_samples: [P] int64 samples, at least 1 each.
-
-    Returns:
-        The unweighted mean over problems and its interval, inside [0, 1].
-
-    Raises:
-        ValueError: there are no problems, a problem has no samples, or not 0 <= c <= n.
-
-    Source: Wilson, 1927, doi:10.2307/2276774; design effect: Kish, "Survey Sampling", 1965.
-    """
-    _check_counts(num_correct, num_samples)
-    if num_samples.numel() == 0 or int(num_samples.min()) < 1:
-        raise ValueError("pass@1 needs at least one problem and one sample of each, got fewer.")
-    rates = num_correct.double() / num_samples.double()
-    mean = rates.mean().item()
-    spread = mean * (1 - mean)
-    variance_of_mean = rates.var(correction=0).item() / rates.numel()
-    trials = float(rates.numel())
-    if spread > 0:
-        most = float(num_samples.sum())
-        # max(): between equal rates rounding leaves a tiny variance or none.
-        trials = min(most, max(trials, spread / max(variance_of_mean, spread / most)))
-    return wilson_interval(mean, trials)
-
-
 def wilson_interval(rate: float, trials: float) -> Interval:
     """Wilson's 95 % interval of a success rate seen in ``trials`` independent trials.
 
