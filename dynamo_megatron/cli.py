@@ -31,6 +31,7 @@ commands:
   config   print every configuration key with its type, default and meaning
   convert  between checkpoints and Hugging Face folders, each way, with a check of the result
   eval     pass@1, pass@k and majority vote of a model on problem files, with every sample to read
+  compare  two evaluations of the same problems: by how much the one model is better
 """
 
 _EXAMPLES = """\
@@ -73,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_EXAMPLES.format(prog="dynamo-megatron train"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="dynamo-megatron [-h] [--version] {train,config,convert,eval} ...",
+        usage="dynamo-megatron [-h] [--version] {train,config,convert,eval,compare} ...",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = ("train", "config", "convert", "eval")
+    commands = ("train", "config", "convert", "eval", "compare")
     parser.add_argument("command", choices=commands, help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -90,6 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dynamo_megatron.evaluate import command
 
         return command.main(arguments.rest)
+    if arguments.command == "compare":
+        from dynamo_megatron.evaluate import compare_command
+
+        return compare_command.main(arguments.rest)
     config_from_arguments(arguments.rest, prog="dynamo-megatron train")
     # torch and Megatron-Core come in here, seconds later.
     from dynamo_megatron import train

@@ -135,13 +135,7 @@ class SampleFile:
 
     def read(self) -> Iterator[Sample]:
         """The samples written so far, each (id, k) once."""
-        seen: set[tuple[str, int]] = set()
-        with self._path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                sample = _parse(line, f"{self._path}, line {number}")
-                if (sample.id, sample.k) not in seen:
-                    seen.add((sample.id, sample.k))
-                    yield sample
+        return read_samples(self._path)
 
     def append(self, samples: Iterable[Sample]) -> None:
         """Write samples; they survive the end of this process."""
@@ -159,6 +153,23 @@ class SampleFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """The samples of a file, each (id, k) once, without a last line that is not complete.
+
+    Raises:
+        SamplesError: a line is no sample.
+    """
+    seen: set[tuple[str, int]] = set()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            sample = _parse(line, f"{path}, line {number}")
+            if (sample.id, sample.k) not in seen:
+                seen.add((sample.id, sample.k))
+                yield sample
 
 
 def _complete_bytes(path: Path) -> int:
