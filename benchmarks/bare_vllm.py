@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.rollout.vllm.replica import (
+from dynamo_megatron.rollout.vllm.llm_engine import (
     engine_arguments,
     prepare_environment,
     sampling_params,

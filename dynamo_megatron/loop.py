@@ -186,8 +186,11 @@ def train_step(parts: Parts, state: LoopState, *, gate: bool) -> LoopState:
 def sync_weights(parts: Parts, state: LoopState) -> None:
     """Give the rollout engine the policy as it is, as version ``state.step``. Collective.
 
-    Every replica then samples a probe, whose logprobs must be the trainer's.
+    Every replica then samples a probe, whose logprobs must be the trainer's. Nothing is sent when
+    the engine holds that version, as after an evaluation.
     """
+    if parts.tier.version == state.step:
+        return
     rollout = parts.config.rollout
     parts.tier.load_weights(parts.policy.weights(), version=state.step)
     probes, _ = parts.prompts.take(min(NUM_PROBES, len(parts.prompts)), DataCursor())

@@ -27,7 +27,7 @@ from dynamo_megatron.stages.rounds import OneRound, Sampling, sample_rounds
 from dynamo_megatron.types import GroupSizes, Prompt, RolloutGroup, Verdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RolloutTier:
     """Makes scored groups. Every method is collective; the work is done on rank 0.
 
@@ -40,6 +40,7 @@ class RolloutTier:
         seed: the run's.
         watch: told on rank 0 how far a sampling is; maybe from another thread.
         background: holds what ``start`` began.
+        version: of the weights that the engine holds, on every rank; None when it may hold none.
     """
 
     engine: RolloutEngine | None
@@ -50,6 +51,7 @@ class RolloutTier:
     seed: int
     watch: SamplingWatch | None = None
     background: Background = field(default_factory=Background)
+    version: int | None = field(default=None, init=False)
 
     def load_weights(self, weights: WeightStream, *, version: int) -> None:
         """Give the engine the current weights.
@@ -58,6 +60,7 @@ class RolloutTier:
         collectives need all ranks to the end.
         """
         self._require_idle()
+        self.version = None
         failure = None
         stream = iter(weights)
         if self.engine is not None:
@@ -68,6 +71,7 @@ class RolloutTier:
         for _ in stream:
             pass
         raise_together(failure, phase="load weights into the rollout engine", group=self.group)
+        self.version = version
 
     def allocate(
         self, prompts: Sequence[Prompt], history: SuccessHistory, config: AllocationConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dynamo_megatron.assets import TINY_POLICY
 from dynamo_megatron.hf.reader import SafetensorsReader
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.engine import VllmEngine
 from dynamo_megatron.rollout.vllm.transport import ObjectStoreTransport
 from dynamo_megatron.types import Prompt, Rollout
@@ -133,6 +134,18 @@ def test_a_replica_lost_in_a_step_changes_nothing_and_comes_back(pair, caplog, f
     assert pair.pid(1) != before
     same_samples(pair.sample(), pair.undisturbed[0])
     assert pair.used() == {0, 1}
+
+
+def test_a_request_that_vllm_refuses_ends_the_step_and_no_replica(pair, caplog):
+    pair.load(0)
+    before = pair.pid(0), pair.pid(1)
+    beyond = replace(pair.prompts[0], token_ids=(1, 10_000))
+    prompts = (beyond, *pair.prompts[1:])
+    with pytest.raises(RequestRefusedError, match=rf"request {beyond.id}/0 with 2 prompt tokens"):
+        pair.engine.generate(prompts, sizes_of(prompts, COUNTS), step=2, temperature=1.0, seed=SEED)
+    same_samples(pair.sample(), pair.undisturbed[0])
+    assert (pair.pid(0), pair.pid(1)) == before
+    assert "started again" not in caplog.text
 
 
 def test_a_replica_lost_between_update_and_step_changes_nothing(pair):

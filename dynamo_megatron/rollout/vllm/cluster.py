@@ -278,6 +278,8 @@ def translated(error: Exception) -> Exception:
 
     if isinstance(error, RayTaskError):
         cause = error.cause if isinstance(error.cause, Exception) else error
+        if isinstance(cause, RolloutError):
+            return cause
         text = str(cause).strip()
         if isinstance(cause, MemoryError) or "allocate memory" in text or "out of memory" in text:
             return ReplicaLostError(f"it has no memory left: {text or repr(cause)}")

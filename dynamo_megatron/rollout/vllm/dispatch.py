@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.cluster import RayReplica, ReplicaLostError
 from dynamo_megatron.rollout.vllm.fleet import Fleet
 from dynamo_megatron.rollout.vllm.schedule import Schedule
@@ -80,6 +80,8 @@ class Dispatcher:
             replica = self._calls.pop(ticket)
             try:
                 (answer,) = self._fleet.cluster.wait([ticket])
+            except RequestRefusedError:
+                raise
             except (ReplicaLostError, RolloutError) as error:
                 self._lose(replica, str(error))
                 continue

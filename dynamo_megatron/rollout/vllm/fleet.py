@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.cluster import RayCluster, RayReplica, ReplicaLostError
 from dynamo_megatron.rollout.vllm.processes import ProcessId
 from dynamo_megatron.rollout.vllm.transport import Transport, buckets
@@ -148,6 +148,8 @@ class Fleet:
                 asked = requests[replica.number]
                 try:
                     found = self._answers(replica, asked, sampling)
+                except RequestRefusedError:
+                    raise
                 except (ReplicaLostError, RolloutError) as error:
                     self.lose(replica, f"during a probe: {error}")
                     continue

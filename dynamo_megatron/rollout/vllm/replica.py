@@ -7,15 +7,21 @@ takes the responses that are complete. Runs in a Ray actor; nothing here knows o
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo_megatron.rollout.errors import RequestRefusedError
+from dynamo_megatron.rollout.vllm.llm_engine import (
+    ReplicaError,
+    as_sample,
+    build_engine,
+    prepare_environment,
+    sampling_params,
+)
 from dynamo_megatron.rollout.vllm.processes import ProcessId, end_process, own_process
-from dynamo_megatron.rollout.vllm.shared_memory import forget_shared_names
 from dynamo_megatron.rollout.vllm.wire import (
     Exchange,
     ReplicaFacts,
@@ -25,35 +31,11 @@ from dynamo_megatron.rollout.vllm.wire import (
     Sampling,
     UpdateAudit,
 )
-from dynamo_megatron.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 0.03
 """Responses that complete within this time travel together: a call costs more than a response."""
-
-BATCHED_TOKENS = 2048
-"""Prompt tokens that a replica without GPU reads at a time."""
-
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "VLLM_CPU_KVCACHE_SPACE",
-)
-"""Of torchrun, which would be read as this engine's own; and what would override its settings."""
-
-
-WARM_UP = 3
-"""Requests that a new engine answers first."""
-
-
-class ReplicaError(RuntimeError):
-    """The engine failed, or was asked for what it must not do."""
 
 
 class Replica:
@@ -71,6 +53,7 @@ class Replica:
         self._outbox: list[Sample] = []
         self._held: dict[str, tuple[int, float]] = {}  # version and start of each request
         self._failure: BaseException | None = None
+        self._refusal: str | None = None
         self._steps = 0
         self._closing = False
         # The engine is touched under this lock only; the other two guard what calls exchange.
@@ -120,6 +103,7 @@ class Replica:
 
         Raises:
             ReplicaError: the engine failed, or holds other weights than ``sampling.version``.
+            RequestRefusedError: vLLM does not take one of the requests.
         """
         if requests:
             self._require_version(sampling.version)
@@ -127,13 +111,18 @@ class Replica:
                 self._inbox.extend((request, sampling) for request in requests)
                 self._arrived.notify()
         with self._completed:
-            self._completed.wait_for(lambda: self._outbox or self._failure, timeout=wait_s)
+            self._completed.wait_for(
+                lambda: self._outbox or self._failure or self._refusal, timeout=wait_s
+            )
             if self._outbox:
                 self._completed.wait_for(
                     lambda: self._failure or self._idles_soon(more_waits), timeout=LINGER_S
                 )
             if self._failure is not None:
                 raise ReplicaError(f"the engine failed: {self._failure!r}") from self._failure
+            if self._refusal is not None:
+                refusal, self._refusal = self._refusal, None
+                raise RequestRefusedError(refusal)
             samples, self._outbox = tuple(self._outbox), []
         return Exchange(
             samples=samples,
@@ -149,6 +138,7 @@ class Replica:
             self._held.clear()
             with self._completed:
                 self._outbox.clear()
+                self._refusal = None
 
     def begin_update(self) -> None:
         """Start a weight update. No version can be sampled from until it has ended."""
@@ -249,12 +239,25 @@ class Replica:
     def _admit(self) -> None:
         while self._inbox:
             request, sampling = self._inbox.popleft()
-            self._held[request.key] = sampling.version, time.time()
-            self._engine.add_request(
-                request.key,
-                {"prompt_token_ids": list(request.token_ids)},
-                sampling_params(request, sampling, self._settings.stop_token_ids),
+            try:
+                self._engine.add_request(
+                    request.key,
+                    {"prompt_token_ids": list(request.token_ids)},
+                    sampling_params(request, sampling, self._settings.stop_token_ids),
+                )
+            except ValueError as error:  # vLLM's word for what it cannot serve
+                self._refuse(request, error)
+            else:
+                self._held[request.key] = sampling.version, time.time()
+
+    def _refuse(self, request: SampleRequest, error: ValueError) -> None:
+        logger.error("vLLM does not take a request", exc_info=error)
+        with self._completed:
+            self._refusal = (
+                f"vLLM does not take request {request.key} with {len(request.token_ids)} prompt "
+                f"tokens: {str(error).strip()}"
             )
+            self._completed.notify()
 
     def _step(self) -> None:
         if not self._held:
@@ -269,85 +272,6 @@ class Replica:
             self._completed.notify()
 
 
-def sampling_params(
-    request: SampleRequest, sampling: Sampling, stop_token_ids: tuple[int, ...]
-) -> Any:
-    """Parameters for vLLM, every one that shapes the distribution named.
-
-    A generation_config.json beside a checkpoint would otherwise set some of them.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    greedy = sampling.temperature is None
-    return SamplingParams(
-        n=1,
-        temperature=sampling.temperature or 0.0,
-        top_p=1.0 if greedy else sampling.top_p,
-        top_k=0 if greedy else sampling.top_k,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=None if greedy else request.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=0,
-        stop_token_ids=list(stop_token_ids),
-        ignore_eos=True,  # the stop tokens are named above
-        logprobs=0,
-        detokenize=False,
-        skip_special_tokens=False,
-        # Otherwise each step copies every response so far.
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def as_sample(output: Any, version: int, started_s: float) -> Sample:
-    """A finished ``RequestOutput`` of vLLM.
-
-    Raises:
-        ReplicaError: it ended for another reason than a stop token or the limit.
-    """
-    (completion,) = output.outputs
-    if completion.finish_reason not in ("stop", "length"):
-        raise ReplicaError(
-            f"request {output.request_id} ended with {completion.finish_reason!r} after "
-            f"{len(completion.token_ids)} tokens: only a stop token or the limit may end one."
-        )
-    token_ids = tuple(completion.token_ids)
-    logprobs = zip(token_ids, completion.logprobs, strict=True)
-    return Sample(
-        key=output.request_id,
-        token_ids=token_ids,
-        logprobs=tuple(at[token].logprob for token, at in logprobs),
-        finish_reason=FinishReason(completion.finish_reason),
-        version=version,
-        started_s=started_s,
-        finished_s=time.time(),
-    )
-
-
-def prepare_environment(settings: ReplicaSettings) -> None:
-    """What vLLM reads from the environment, set before it is imported."""
-    for name in LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        # The engine lives in this process: no copy of every request through another socket.
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-    )
-    if not settings.use_gpu:
-        # Unset, vLLM's threads spin and take 5 to 20 times as long.
-        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Eager it is anyway; the few functions that vLLM compiles all the same cost 10 s of a
-        # start, and 150 MB of compiled headers in the temporary folder.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-
 def _buildable(settings: ReplicaSettings) -> Any:
     """The engine, or an error that can travel: some of vLLM's cannot be pickled."""
     try:
@@ -357,68 +281,6 @@ def _buildable(settings: ReplicaSettings) -> Any:
     except Exception as error:
         logger.exception("the engine could not be built")
         raise ReplicaError(f"{type(error).__name__}: {error}") from None
-
-
-def build_engine(settings: ReplicaSettings) -> Any:
-    """The engine, in this process, warm."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    engine = LLMEngine.from_engine_args(engine_arguments(settings))
-    forget_shared_names()
-    warm_up(engine, settings.stop_token_ids)
-    return engine
-
-
-def engine_arguments(settings: ReplicaSettings) -> Any:
-    """The ``EngineArgs`` of vLLM that the settings stand for."""
-    from vllm import EngineArgs
-
-    from dynamo_megatron.rollout.vllm.worker import EXTENSION
-
-    optional: dict[str, Any] = {}
-    if settings.kv_cache_bytes is not None:
-        optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    if not settings.use_gpu:
-        # vLLM 0.32 rewinds a request's random numbers after part of a prompt, which a CPU's
-        # generator cannot: "CPU Generator does not use offset". Whole prompts need no rewinding.
-        optional["enable_chunked_prefill"] = False
-        optional["max_num_batched_tokens"] = max(BATCHED_TOKENS, settings.max_model_len)
-    if settings.transfer_backend is not None:
-        optional["weight_transfer_config"] = {"backend": settings.transfer_backend}
-    return EngineArgs(
-        model=settings.model_dir,
-        dtype=settings.dtype,  # pyright: ignore[reportArgumentType]
-        tensor_parallel_size=settings.tensor_parallel,
-        distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        enforce_eager=settings.enforce_eager or not settings.use_gpu,
-        load_format="auto" if settings.load_weights else "dummy",
-        skip_tokenizer_init=True,  # token ids in, token ids out
-        generation_config="vllm",
-        logprobs_mode="processed_logprobs",  # of softmax(logits / temperature)
-        enable_prefix_caching=True,
-        disable_log_stats=True,
-        worker_extension_cls=EXTENSION,
-        seed=0,
-        **optional,
-    )
-
-
-def warm_up(engine: Any, stop_token_ids: tuple[int, ...]) -> None:
-    """Take the first steps, with batches of several sizes.
-
-    On a GPU they compile, which can take longer than an engine may take before it counts as hung.
-    """
-    for place in range(WARM_UP):
-        request = SampleRequest(key=f"warm-up/{place}", token_ids=(0, 0), seed=place)
-        sampling = Sampling(temperature=1.0, max_tokens=2 + place, version=0)
-        params = sampling_params(request, sampling, stop_token_ids)
-        engine.add_request(request.key, {"prompt_token_ids": list(request.token_ids)}, params)
-    while engine.has_unfinished_requests():
-        engine.step()
-    engine.reset_prefix_cache()
 
 
 def _kv_cache_tokens(engine: Any) -> int:

@@ -9,9 +9,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.cluster import ReplicaLostError, translated
-from dynamo_megatron.rollout.vllm.replica import ReplicaError
+from dynamo_megatron.rollout.vllm.llm_engine import ReplicaError
 
 
 def failed(cause: Exception) -> RayTaskError:
@@ -30,6 +30,11 @@ def test_a_failed_call_says_its_cause_without_rays_frame(cause, text):
     found = translated(failed(cause))
     assert type(found) is RolloutError
     assert str(found) == text
+
+
+def test_a_refused_request_stays_one():
+    refused = RequestRefusedError("vLLM does not take request p/0")
+    assert translated(failed(refused)) is refused
 
 
 @pytest.mark.parametrize(

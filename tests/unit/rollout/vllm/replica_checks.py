@@ -14,15 +14,16 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
+from dynamo_megatron.rollout.errors import RequestRefusedError
 from dynamo_megatron.rollout.vllm import replica as replica_module
-from dynamo_megatron.rollout.vllm.replica import (
+from dynamo_megatron.rollout.vllm.llm_engine import (
     LAUNCHER_VARIABLES,
-    Replica,
     ReplicaError,
     as_sample,
     prepare_environment,
     sampling_params,
 )
+from dynamo_megatron.rollout.vllm.replica import Replica
 from dynamo_megatron.rollout.vllm.wire import (
     ReplicaSettings,
     SampleRequest,
@@ -89,9 +90,12 @@ class Engine:
         self.failure: Exception | None = None
         self.frozen = False
         self.delay: dict[str, int] = {}
+        self.refused: set[str] = set()
         self.version: str | None = None
 
     def add_request(self, key, prompt, params) -> None:
+        if key in self.refused:
+            raise ValueError("Token id 999 is out of vocabulary")
         self.age[key] = 0
         self.added.append((key, prompt, params))
 
@@ -308,6 +312,18 @@ def test_an_engine_that_fails_says_so_at_every_later_call(started):
     for requests in ([request("a")], []):
         with pytest.raises(ReplicaError, match=r"the engine failed: ValueError\('broken kernel'\)"):
             replica.exchange(requests, sampling(), PATIENCE_S)
+
+
+def test_a_request_that_vllm_refuses_is_named_and_the_engine_goes_on(started):
+    replica, engine = started
+    engine.refused = {"b"}
+    with pytest.raises(RequestRefusedError, match="request b with 3 prompt tokens: Token id 999"):
+        replica.exchange([request("b")], sampling(), PATIENCE_S)
+    assert [sample.key for sample in collect(replica, 1, [request("c")])] == ["c"]
+    with pytest.raises(RequestRefusedError):
+        collect(replica, 2, [request("a"), request("b")])
+    replica.cancel()
+    assert replica.exchange([], sampling(), 0.01).unfinished == 0
 
 
 def test_without_weights_of_its_own_a_replica_waits_for_an_update(monkeypatch):

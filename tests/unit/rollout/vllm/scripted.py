@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.cluster import ReplicaLostError
 from dynamo_megatron.rollout.vllm.wire import Exchange, Sample, SampleRequest, Sampling
 from dynamo_megatron.types import FinishReason
@@ -75,6 +75,11 @@ def die(replica: ScriptedReplica, sampling: Sampling) -> Exception:
 def fail(replica: ScriptedReplica, sampling: Sampling) -> Exception:
     """The engine raises."""
     return RolloutError("the engine failed: ValueError('broken')")
+
+
+def refuse(replica: ScriptedReplica, sampling: Sampling) -> Exception:
+    """The engine does not take a request."""
+    return RequestRefusedError("vLLM does not take request p0/0 with 2 prompt tokens: too long")
 
 
 class ScriptedReplica:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm import dispatch
 from dynamo_megatron.rollout.vllm.dispatch import Dispatcher
 from dynamo_megatron.rollout.vllm.schedule import Planned, Schedule
@@ -21,6 +21,7 @@ from tests.unit.rollout.vllm.scripted import (
     fail,
     hang,
     healthy,
+    refuse,
     stand_still,
 )
 
@@ -140,6 +141,13 @@ def test_a_request_that_kills_every_replica_ends_the_run():
     with pytest.raises(RolloutError, match="3 replicas in turn were lost"):
         run(fleet, 1)
     assert len(fleet.lost) == 3
+
+
+def test_a_refused_request_ends_the_run_and_no_replica():
+    fleet = ScriptedFleet({0: [(refuse,)], 1: [(refuse,)]})
+    with pytest.raises(RequestRefusedError, match="does not take request p0/0"):
+        run(fleet, 8)
+    assert fleet.lost == []
 
 
 def test_a_response_that_nobody_asked_for_ends_the_run():
