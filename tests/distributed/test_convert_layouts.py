@@ -22,7 +22,7 @@ from tests.policies import (
 )
 from tests.ranks import run_on_ranks
 from tests.unit.checkpoint.helpers import checkpointer, policy, train
-from tests.unit.convert.test_conversion import assert_same_tensors, tensors_of
+from tests.unit.convert.helpers import assert_same_tensors, tensors_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.:FutureWarning"),

