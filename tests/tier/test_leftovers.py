@@ -9,8 +9,10 @@ import os
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +92,23 @@ def test_a_cluster_that_is_not_there_ends_the_run(tmp_path):
         assert run.ended(180) == 1
         assert "no Ray answers at rollout.vllm.ray_address=127.0.0.1:1" in run.output
         assert "rank 1 stops: " in run.output
+
+
+def test_a_port_that_another_program_has_taken_ends_the_run(tmp_path):
+    class Web(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Web) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{web.server_address[1]}"
+        with Run(tmp_path, {"rollout.vllm.ray_address": address}) as run:
+            assert run.ended(180) == 1
+            assert f"no Ray answers at rollout.vllm.ray_address={address}" in run.output
+            assert "it is another program" in run.output
+            assert "rank 1 stops: " in run.output
+        web.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
@@ -20,6 +21,10 @@ PATIENCE = 3
 """A service of another's Ray that refused so many connections in a row is gone."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 """A machine that lost its power closes no connection."""
+SETTINGS = 4
+FRAME_HEADER = 9
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
+"""What a client says first, and the type of what a server answers (RFC 9113, 3.4 and 6.5)."""
 
 Address = tuple[str, int]
 
@@ -95,21 +100,34 @@ class RayWatch:
 
 
 def require_listener(address: str) -> None:
-    """Ray itself takes minutes to find that nobody listens at ``host:port``.
+    """Ray itself takes minutes to find that nobody, or another program, listens at ``host:port``.
 
     Args:
         address: others than ``host:port`` pass.
 
     Raises:
-        OSError: nobody does.
+        OSError: nobody does; or what listens speaks no gRPC, as Ray's head does.
     """
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "://" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=FIRST_WITHIN_S).close()
+    if not (host and port.isdecimal() and "://" not in address):
+        return
+    with _connect((host.strip("[]"), int(port)), within_s=FIRST_WITHIN_S) as line:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return  # what is said there cannot be read from here
+        line.sendall(HTTP2_GREETING)
+        try:
+            answer = line.makefile("rb").read(FRAME_HEADER)
+        except OSError:
+            answer = b""
+    if len(answer) < FRAME_HEADER or answer[3] != SETTINGS:
+        raise ConnectionError(
+            f"what listens there said {answer!r} to a gRPC greeting, so it is another program. "
+            "Ray's head has port 6379 unless it was started with --port; 8265 is its dashboard's"
+        )
 
 
-def _connect(address: Address) -> socket.socket:
-    line = socket.create_connection(address, timeout=CONNECT_WITHIN_S)
+def _connect(address: Address, within_s: float = CONNECT_WITHIN_S) -> socket.socket:
+    line = socket.create_connection(address, timeout=within_s)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
         line.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm import watch as watch_module
 from dynamo_megatron.rollout.vllm.watch import RayWatch, require_listener
 
 
@@ -82,10 +86,45 @@ def test_who_waits_gives_up_when_the_engine_is_closed():
         watch.require()
 
 
+@contextmanager
+def answering(words: bytes) -> Iterator[str]:
+    """The address of a service that says the same to everybody, and listens until it is left."""
+    with listener() as service:
+
+        def serve() -> None:
+            line, _ = service.accept()
+            with line:
+                line.sendall(words)
+                while line.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{service.getsockname()[1]}"
+        thread.join(20)
+
+
 def test_an_address_where_nobody_listens_is_refused_at_once():
     with listener() as head:
         port = head.getsockname()[1]
-        require_listener(f"127.0.0.1:{port}")
     with pytest.raises(OSError, match="refused"):
         require_listener(f"127.0.0.1:{port}")
     require_listener("auto")  # Ray looks for it
+
+
+def test_what_answers_a_grpc_greeting_passes():
+    with answering(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0]) + bytes(6)) as address:
+        require_listener(address)
+
+
+@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b""])
+def test_another_program_that_listens_at_the_address_is_told_from_ray(words, monkeypatch):
+    monkeypatch.setattr(watch_module, "FIRST_WITHIN_S", 0.3)
+    with answering(words) as address, pytest.raises(OSError, match="it is another program"):
+        require_listener(address)
+
+
+def test_what_is_encrypted_is_left_to_ray(monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with answering(b"") as address:
+        require_listener(address)
