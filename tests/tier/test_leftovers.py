@@ -59,7 +59,7 @@ def test_a_stopped_run_has_a_checkpoint_and_leaves_nothing(tmp_path, how):
 
 
 def test_a_killed_rank_zero_leaves_no_process(tmp_path):
-    """Its temporary folder stays: nobody is left to remove it."""
+    """Its temporary folder stays until the next start: nobody is left to remove it."""
     with Run(tmp_path) as run:
         run.until_step(1)
         run.note_shared_memory()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm.ray_folder import make_ray_folder
 from dynamo_megatron.rollout.vllm.surroundings import quiet_start, visible
 from dynamo_megatron.rollout.vllm.watch import RayWatch, require_listener
 from dynamo_megatron.rollout.vllm.wire import ReplicaFacts, ReplicaSettings
@@ -29,8 +30,6 @@ CALLS_AT_ONCE = 4
 """Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
 START_ATTEMPTS = 2
 """Ray gives its services 30 s to start, which a busy machine may not."""
-SHORT_TEMP = 40
-"""Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
 WAIT_SLICE_S = 1.0
 """A wait looks so often whether Ray is still there."""
 
@@ -188,7 +187,7 @@ class RayCluster:
         # Read by Ray when it is imported: node addresses are then the loopback's.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         for left in reversed(range(START_ATTEMPTS)):
-            self._temp = tempfile.mkdtemp(prefix="dynamo-ray-", dir=_short_temp())
+            self._temp = make_ray_folder()
             try:
                 with quiet_start(), visible(gpu_ids), _own_process_group():
                     _init(
@@ -370,8 +369,3 @@ def _remove_placement(cluster: RayCluster) -> None:
         ray.util.remove_placement_group(cluster._group)
     except RayError as error:
         logger.warning("the placement on the cluster was not given back: %s", error)
-
-
-def _short_temp() -> str:
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= SHORT_TEMP else str(Path("/tmp"))

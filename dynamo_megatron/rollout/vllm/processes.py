@@ -44,12 +44,10 @@ def end_process(process: ProcessId, timeout_s: float = END_TIMEOUT_S) -> None:
     Raises:
         RuntimeError: it does not end within ``timeout_s`` of being killed.
     """
-    if process.host != socket.gethostname() or process.pid == os.getpid():
+    found = _found(process)
+    if found is None or process.pid == os.getpid():
         return
     try:
-        found = psutil.Process(process.pid)
-        if abs(found.create_time() - process.started_s) > CLOCK_S:
-            return
         tree = [found, *found.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
@@ -67,6 +65,26 @@ def end_process(process: ProcessId, timeout_s: float = END_TIMEOUT_S) -> None:
             f"within {timeout_s:g} s of being killed, and its memory stays taken: a driver or a "
             "file system of that node hangs. Restart the node, or take it out of the cluster."
         )
+
+
+def is_gone(process: ProcessId) -> bool:
+    """Whether it ran on this node and has ended; False for one of another node."""
+    if process.host != socket.gethostname():
+        return False
+    found = _found(process)
+    return found is None or not _runs(found)
+
+
+def _found(process: ProcessId) -> psutil.Process | None:
+    """The process, where it is there and of this node."""
+    if process.host != socket.gethostname():
+        return None
+    try:
+        found = psutil.Process(process.pid)
+        same = abs(found.create_time() - process.started_s) <= CLOCK_S
+    except psutil.NoSuchProcess:
+        return None
+    return found if same else None
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from dynamo_megatron.rollout.vllm.processes import ProcessId, end_process, own_process
+from dynamo_megatron.rollout.vllm.processes import ProcessId, end_process, is_gone, own_process
 
 DEAF = """
 import signal, subprocess, sys, time
@@ -50,6 +50,7 @@ def test_a_process_and_what_it_started_end():
     with deaf() as (process, child):
         end_process(process)
         assert not runs(process.pid) and not runs(child.pid)
+        assert is_gone(process)
         end_process(process)  # there is nothing left to do
 
 
@@ -57,6 +58,8 @@ def test_a_process_and_what_it_started_end():
 def test_a_process_that_only_has_the_number_is_left_alone(other):
     with deaf() as (process, child):
         end_process(replace(process, **other))
+        assert is_gone(replace(process, **other)) == ("started_s" in other)
+        assert not is_gone(process)
         assert runs(process.pid) and runs(child.pid)
 
 
