@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import inspect
+import io
 import math
 import os
 import resource
@@ -26,6 +27,9 @@ EXIT_OUT_OF_MEMORY = 77
 
 READY, FAILED = "ready", "failed"
 """First field of the one message that a worker sends of its own accord."""
+
+MAX_PRINTED = 4096
+"""Characters that the verifier of one worker may print: thousands of verifications follow."""
 
 _PR_SET_PDEATHSIG = 1
 _MAX_TEXT = 1000
@@ -118,7 +122,33 @@ def _take_over_pipes() -> tuple[int, int]:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)  # a verifier that prints must not write into the protocol
+    sys.stdout = sys.stderr = _FirstWords(MAX_PRINTED)
     return incoming, outgoing
+
+
+class _FirstWords(io.TextIOBase):
+    """What is printed goes to the error output, up to a limit."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def write(self, text: str, /) -> int:
+        if self._left > 0:
+            shown = text[: self._left]
+            self._left -= len(shown)
+            if not self._left:
+                shown += f"... (a verifier printed more than {MAX_PRINTED} characters)\n"
+            os.write(2, shown.encode(errors="backslashreplace"))
+        return len(text)
 
 
 def _end_with_parent(parent_pid: int) -> None:
