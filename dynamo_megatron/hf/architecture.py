@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from dynamo_megatron.hf.families import FAMILIES
-from dynamo_megatron.hf.families.base import Architecture, ArchitectureError
+from dynamo_megatron.hf.families.base import Architecture
+from dynamo_megatron.hf.families.fields import ArchitectureError
 
 __all__ = ["Architecture", "ArchitectureError", "padded_vocab_size", "read_architecture"]
 
@@ -23,15 +24,15 @@ def read_architecture(model_dir: Path) -> Architecture:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArchitectureError(
-            f"{model_dir} has no config.json: model.path must be a Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer files), or builtin:tiny."
+            f"{model_dir} has no config.json: it is no Hugging Face model folder (config.json, "
+            "*.safetensors, tokenizer files). Choose one that is."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
         raise ArchitectureError(
             f"{path} is not JSON ({error}): copy the model folder again."
         ) from None
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ArchitectureError(
             f"{path} describes a {model_type!r} model; supported are {', '.join(FAMILIES)}. "
             "Another family needs its own file in dynamo_megatron/hf/families."

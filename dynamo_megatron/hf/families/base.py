@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.hf.families.fields import ArchitectureError, Fields
+
 # Hugging Face's default when config.json names no base.
 _DEFAULT_THETA = 10_000.0
 
@@ -17,10 +19,6 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-class ArchitectureError(ValueError):
-    """A model folder that cannot be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,39 +88,52 @@ class Family:
             ArchitectureError: the file asks for something that training would ignore.
             KeyError: a number is missing.
         """
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        self._refuse_features(raw, rope, path)
-        heads = raw["num_attention_heads"]
-        theta = rope.get("rope_theta", raw.get("rope_theta", _DEFAULT_THETA))
+        fields = Fields(raw, path)
+        rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
+        self._refuse_features(fields, raw, rope, path)
+        heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
+        kv_heads = fields.optional_count("num_key_value_heads") or heads
+        head_dim = fields.optional_count("head_dim") or hidden // heads
+        if heads % kv_heads or head_dim < 1 or head_dim % 2:
+            raise ArchitectureError(
+                f"{path}: {heads} query heads (num_attention_heads) of width {head_dim} cannot "
+                f"share {kv_heads} keys and values (num_key_value_heads): the heads must be a "
+                "multiple of them, and the width even, for the rotary frequencies."
+            )
+        theta = {"rope_theta": raw.get("rope_theta", _DEFAULT_THETA), **rope}
         return Architecture(
             model_type=self.model_type,
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            ffn_size=raw["intermediate_size"],
+            num_layers=fields.count("num_hidden_layers"),
+            hidden_size=hidden,
+            ffn_size=fields.count("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            vocab_size=raw["vocab_size"],
-            max_positions=raw["max_position_embeddings"],
-            rope_theta=float(theta),
-            norm_epsilon=raw["rms_norm_eps"],
-            tied=raw.get("tie_word_embeddings", False),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=fields.count("vocab_size"),
+            max_positions=fields.count("max_position_embeddings"),
+            rope_theta=Fields(theta, path).positive("rope_theta"),
+            norm_epsilon=fields.positive("rms_norm_eps"),
+            tied=fields.flag("tie_word_embeddings"),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             rope_factor=self._rope_factor(rope, path),
         )
 
-    def _refuse_features(self, raw: Mapping[str, Any], rope: Mapping[str, Any], path: Path) -> None:
-        classes = raw.get("architectures") or [self.causal_lm]
+    def _refuse_features(
+        self, fields: Fields, raw: Mapping[str, Any], rope: Mapping[str, Any], path: Path
+    ) -> None:
+        classes = fields.words("architectures") or [self.causal_lm]
         if self.causal_lm not in classes:
             raise _unsupported(path, "architectures", classes, [self.causal_lm])
-        others = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+        others = sorted(set(fields.words("layer_types")) - {"full_attention"})
         if others:
             raise _unsupported(path, "layer_types", others, "full_attention")
         fixed = {
             "hidden_act": "silu",
             "partial_rotary_factor": 1.0,
             "quantization_config": None,
+            # Names another file of weights than the usual one.
+            "transformers_weights": None,
             **self.only,
         }
         for option, wanted in fixed.items():
@@ -139,7 +150,7 @@ class Family:
         for option, wanted in _LLAMA3_ROPE.items():
             if rope.get(option) != wanted:
                 raise _unsupported(path, f"rope scaling's {option}", rope.get(option), wanted)
-        return float(rope["factor"])
+        return Fields(rope, path).positive("factor")
 
 
 def _unsupported(path: Path, option: str, found: object, wanted: object) -> ArchitectureError:

@@ -47,7 +47,8 @@ def test_missing_shard(model_dir, tmp_path):
 
 
 def test_an_index_that_does_not_belong_to_the_files(model_dir, tmp_path):
-    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (model_dir / "model.safetensors").rename(model_dir / "1.safetensors")
+    index = {"weight_map": {"model.norm.weight": "1.safetensors"}}
     (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
     _refused(conversion.to_megatron, model_dir, tmp_path / "out", WeightsError, "do not agree")
 
