@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -236,10 +235,3 @@ def _positions(model_dir: Path) -> int | None:
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     positions = config.get("max_position_embeddings")
     return positions if isinstance(positions, int) else None
-
-
-def weights_fingerprint(model_dir: Path) -> str:
-    """Tells two states of a model folder apart, without reading gigabytes."""
-    files = sorted(p for p in model_dir.iterdir() if p.suffix in (".safetensors", ".json"))
-    facts = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -7,42 +7,23 @@ import logging
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.evaluate.options import parse
+
 if TYPE_CHECKING:
     from dynamo_megatron.evaluate.build import EvaluationProblems
+    from dynamo_megatron.evaluate.samples import Sample, SampleFile
+    from dynamo_megatron.types import Prompt
 
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
-_ABOUT = """\
-Sample answers to problems, verify them and say how good the model is: pass@1, unbiased pass@k,
-majority vote, each with a 95 % interval; lengths, truncation, verifier errors apart.
-"""
-_EXAMPLES = """\
-examples:
-  the model that ships, on its own task:
-    dynamo-megatron eval builtin:tiny --data arithmetic:200 --samples 8 --max-tokens 64
-  a model folder on two files, asked for a format:
-    dynamo-megatron eval /models/Qwen3-0.6B --data aime.json math.parquet --samples 16 \\
-        --temperature 0.6 --max-tokens 8192 --append 'Put the final answer within \\boxed{}.'
-  once, with the most likely token each time:
-    dynamo-megatron eval runs/mine/hf/step_000200 --data gsm8k.json --greedy
-
-data: .jsonl and .json with problem and answer, .parquet (problem and answer, or prompt messages and
-  reward_model.ground_truth), folders of a data set on disk, arithmetic:COUNT,
-  reasoning_gym:TASK:COUNT (with --verifier reasoning_gym)
-
-output, under --out:
-  index.html           to read: filter by wrong, right, error; search
-  samples.jsonl        every generation with its verdict, appended as they come
-  summary.json         the figures; plots/ has pictures of them
-
-The same command goes on where it stopped; --samples, --data and --limit may grow. Greedy and
-sampled runs repeat: a sample depends on the weights, --seed, the problem and its number alone.
-"""
+_MESSAGES_SHOWN = 3
+_MESSAGE_LENGTH = 200
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when it is complete, 2 when the arguments or the data cannot be used, 130 when it was
-        interrupted, 1 after another error.
+        interrupted, 1 after another error, and where not one sample could be verified (what there
+        is, is written).
     """
-    arguments = _parse(argv)
+    arguments = parse(argv)
     # torch takes seconds to import; a typo is answered before that.
     from transformers.utils.logging import disable_progress_bar
 
@@ -66,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()  # transformers' own, of loading weights
     try:
         with _terminable():
-            _run(arguments)
+            return _run(arguments)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"dynamo-megatron eval: {error}\n")
         return USAGE_ERROR
@@ -76,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("stopped; the same command goes on from here\n")
         return INTERRUPTED
-    return 0
 
 
 @contextmanager
@@ -96,80 +77,10 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="dynamo-megatron eval",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face model folder, or builtin:tiny")
-    add("--data", nargs="+", required=True, metavar="FILE", help="problems (see below)")
-    add("--samples", type=_positive, default=1, metavar="K", help="of each problem (1)")
-    add("--temperature", type=_above_zero, default=1.0, help="of the sampled policy (1.0)")
-    add("--greedy", action="store_true", help="the most likely token each time, once")
-    add("--max-tokens", type=_positive, default=1024, help="longest response (1024)")
-    add("--max-prompt-tokens", type=_positive, default=1024, help="longer prompts are left out")
-    add("--seed", type=_seed, default=0, help="fixes every sample (0)")
-    add("--limit", type=_positive, help="only the first so many problems of each file")
-    add("--append", default="", metavar="TEXT", help="put under every problem")
-    add("--template", choices=("chat", "raw"), default="chat", help="chat template or plain text")
-    add(
-        "--verifier",
-        default="math",
-        help="math, integer_answer, reasoning_gym or your module:function (math)",
-    )
-    add("--verifier-timeout", type=_above_zero, default=10.0, metavar="SECONDS")
-    add("--workers", type=_positive, default=1, help="processes that verify (1)")
-    add("--engine", default="hf", help="what generates: hf, or vllm in processes of its own (hf)")
-    add("--batch-size", type=_positive, default=64, help="sequences a replica decodes at once (64)")
-    add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (1)")
-    add(
-        "--tensor-parallel",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="GPUs or processes of each copy (1); engine hf has one copy in one process",
-    )
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    add("--out", type=Path, help="folder of the results (evaluations/MODEL)")
-    arguments = parser.parse_args(argv)
-    if arguments.greedy and arguments.samples > 1:
-        parser.error(
-            f"--greedy --samples {arguments.samples}: greedy samples of a problem are all the "
-            "same. Leave one of the two out."
-        )
-    if arguments.engine == "vllm" and not arguments.greedy:
-        from dynamo_megatron.rollout.vllm.limits import check_temperature
-
-        try:
-            check_temperature("--temperature", arguments.temperature)
-        except ValueError as error:
-            parser.error(str(error))
-    return arguments
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
+def _run(arguments: argparse.Namespace) -> int:
     from dynamo_megatron.assets import model_folder
-    from dynamo_megatron.evaluate.build import (
-        EngineSpec,
-        build_engine,
-        build_reward,
-        load_evaluation_problems,
-        longest_sequence,
-    )
-    from dynamo_megatron.evaluate.report import (
-        PAGE_NAME,
-        results_table,
-        write_report,
-        write_summary,
-    )
-    from dynamo_megatron.evaluate.run import Plan, evaluate
-    from dynamo_megatron.evaluate.summary import summarise
+    from dynamo_megatron.evaluate.build import load_evaluation_problems
+    from dynamo_megatron.evaluate.run import open_samples
 
     model_dir = model_folder(arguments.model)
     problems = load_evaluation_problems(
@@ -188,6 +99,34 @@ def _run(arguments: argparse.Namespace) -> None:
     )
     out = arguments.out or Path("evaluations") / model_dir.name
     settings = _settings(arguments, model_dir)
+    # Before anything is loaded: a folder that cannot be had is refused at once.
+    with open_samples(out, settings) as file:
+        samples, as_text = _sample(arguments, model_dir, problems, file, settings)
+        facts = {
+            "duplicates_removed": problems.duplicates,
+            "too_long_left_out": problems.dropped,
+            "references_compared_as_text": [prompt.id for prompt in as_text],
+        }
+        _report(arguments, out, settings, facts, samples)
+    return _tell_failures(samples)
+
+
+def _sample(
+    arguments: argparse.Namespace,
+    model_dir: Path,
+    problems: EvaluationProblems,
+    file: SampleFile,
+    settings: dict[str, Any],
+) -> tuple[list[Sample], tuple[Prompt, ...]]:
+    """All samples, and the problems whose reference can be compared only as text."""
+    from dynamo_megatron.evaluate.build import (
+        EngineSpec,
+        build_engine,
+        build_reward,
+        longest_sequence,
+    )
+    from dynamo_megatron.evaluate.run import Plan, evaluate
+
     with ExitStack() as closing:
         reward = closing.enter_context(
             build_reward(
@@ -215,59 +154,86 @@ def _run(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
             batch=arguments.batch_size * arguments.replicas,
             labels=problems.labels,
+            right_from=arguments.right_from,
         )
-        samples = evaluate(plan, engine, reward, out, settings)
-    summaries = summarise(samples, seed=arguments.seed)
+        return evaluate(plan, engine, reward, file, settings), as_text
+
+
+def _report(
+    arguments: argparse.Namespace,
+    out: Path,
+    settings: dict[str, Any],
+    facts: dict[str, Any],
+    samples: Sequence[Sample],
+) -> None:
+    from rich.console import Console
+
+    from dynamo_megatron.evaluate.report import (
+        PAGE_NAME,
+        results_table,
+        write_report,
+        write_summary,
+    )
+    from dynamo_megatron.evaluate.summary import summarise
+
+    right_from = arguments.right_from
+    summaries = summarise(samples, right_from=right_from, seed=arguments.seed)
     title = arguments.model
-    facts = _facts(problems, [prompt.id for prompt in as_text])
     write_summary(out, title=title, settings=settings, facts=facts, summaries=summaries)
-    write_report(out, title=title, settings=settings, summaries=summaries, samples=samples)
+    write_report(
+        out,
+        title=title,
+        settings=settings,
+        summaries=summaries,
+        samples=samples,
+        right_from=right_from,
+    )
     Console().print(results_table(summaries))
     sys.stdout.write(f"{out / PAGE_NAME}\n")
 
 
+def _tell_failures(samples: Sequence[Sample]) -> int:
+    """Say why verifications failed; 1 where none succeeded, else 0."""
+    failures = Counter(
+        f"{sample.status}: {' '.join(sample.message.split())}"
+        for sample in samples
+        if sample.outcome() == "error"
+    )
+    if not failures:
+        return 0
+    count = failures.total()
+    lines = [f"{count} of {len(samples)} samples could not be verified and are in no rate:"]
+    for message, times in failures.most_common(_MESSAGES_SHOWN):
+        # A message may quote what a model wrote: nothing for the terminal to obey.
+        shown = "".join(c if c.isprintable() else "?" for c in message[:_MESSAGE_LENGTH])
+        lines.append(f"  {times} x {shown}")
+    others = len(failures) - _MESSAGES_SHOWN
+    if others > 0:
+        lines.append(f"  and {others} more kinds; samples.jsonl has them all")
+    sys.stderr.write("\n".join(lines) + "\n")
+    return FAILED if count == len(samples) else 0
+
+
 def _settings(arguments: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
     """All that decides what a sample is, but the problems and how many samples there are."""
-    from dynamo_megatron.evaluate.build import weights_fingerprint
+    from dynamo_megatron.evaluate.fingerprint import (
+        text_fingerprint,
+        verifier_fingerprint,
+        weights_fingerprint,
+    )
 
     return {
         "model": arguments.model,
         "weights": weights_fingerprint(model_dir),
+        "text_files": text_fingerprint(model_dir),
         "temperature": None if arguments.greedy else arguments.temperature,
         "max_tokens": arguments.max_tokens,
         "seed": arguments.seed,
         "template": arguments.template,
         "append": arguments.append,
         "verifier": arguments.verifier,
+        "verifier_source": verifier_fingerprint(arguments.verifier),
+        "right_from": arguments.right_from,
         "engine": arguments.engine,
         "dtype": arguments.dtype,
     }
-
-
-def _facts(problems: EvaluationProblems, as_text: Sequence[str]) -> dict[str, Any]:
-    return {
-        "duplicates_removed": problems.duplicates,
-        "too_long_left_out": problems.dropped,
-        "references_compared_as_text": list(as_text),
-    }
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 (for greedy decoding: --greedy)")
-    return value

@@ -17,9 +17,9 @@ import torch
 from dynamo_megatron.algo.passk import Interval, paired_difference
 from dynamo_megatron.evaluate.run import SAMPLES_NAME, SETTINGS_NAME
 from dynamo_megatron.evaluate.samples import RIGHT_FROM, Sample, SamplesError, read_samples
-from dynamo_megatron.evaluate.summary import ALL, tallies
+from dynamo_megatron.evaluate.summary import ALL, repeats, tallies
 
-OF_THE_MODEL = ("model", "weights", "engine", "dtype", "seed")
+OF_THE_MODEL = ("model", "weights", "text_files", "engine", "dtype", "seed")
 """Settings that are expected to differ, or change no distribution."""
 
 
@@ -114,6 +114,9 @@ def read_evaluation(folder: Path) -> Evaluation:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError(f"it holds a {type(settings).__name__}")
+        right_from = settings.get("right_from", RIGHT_FROM)
+        if isinstance(right_from, bool) or not isinstance(right_from, int | float):
+            raise ValueError(f"its right_from is {right_from!r}, not a number")
     except ValueError as error:
         raise SamplesError(f"{path} cannot be read: {error}.") from error
     samples = tuple(read_samples(folder / SAMPLES_NAME))
@@ -141,8 +144,9 @@ def match(first: Evaluation, second: Evaluation) -> Pairing:
     """Match the problems by id, which is made of their text and answer.
 
     Raises:
-        SamplesError: they have no verified problem in common.
+        SamplesError: they have no verified problem in common, or one id stands for two problems.
     """
+    _require_same_problems(first, second)
     a = {t.id: t for t in tallies(first.samples, right_from=first.right_from)}
     b = {t.id: t for t in tallies(second.samples, right_from=second.right_from)}
     texts = {sample.id: sample.problem for sample in first.samples}
@@ -171,11 +175,34 @@ def match(first: Evaluation, second: Evaluation) -> Pairing:
     )
 
 
+def _require_same_problems(first: Evaluation, second: Evaluation) -> None:
+    """Ids are made of text and answer: one that stands for two problems was not made by us."""
+    problems: dict[str, tuple[str, str]] = {}
+    for sample in (*first.samples, *second.samples):
+        problem = (sample.problem, sample.answer)
+        before = problems.setdefault(sample.id, problem)
+        if before != problem:
+            what, a, b = ("problem", before[0], problem[0])
+            if a == b:
+                what, a, b = ("answer", before[1], problem[1])
+            raise SamplesError(
+                f"the id {sample.id} stands for two problems: its {what} is {a[:80]!r} in one "
+                f"sample and {b[:80]!r} in another. A samples.jsonl was edited, or joined from "
+                "different data; evaluate again with the same data."
+            )
+
+
 def compare(pairs: Sequence[Pair]) -> list[Comparison]:
-    """One comparison for each source, in order of first appearance; then all, if there are more."""
+    """One comparison for each source, in order of first appearance; then all, if there are more.
+
+    A problem that several sources hold is counted once over all of them, in the first.
+    """
     names = list(dict.fromkeys(pair.source for pair in pairs))
     result = [_compare(name, [p for p in pairs if p.source == name]) for name in names]
-    return result if len(names) == 1 else [*result, _compare(ALL, pairs)]
+    if len(names) == 1:
+        return result
+    repeated = repeats((pair.id, pair.source, pair.problem) for pair in pairs)
+    return [*result, _compare(ALL, [pair for pair in pairs if pair.id not in repeated])]
 
 
 def _compare(source: str, pairs: Sequence[Pair]) -> Comparison:

@@ -27,6 +27,10 @@ examples:
     dynamo-megatron compare evaluations/Qwen3-0.6B evaluations/step_000200
   a run's first and last held-out evaluation:
     dynamo-megatron compare runs/mine/evaluations/step_000000 runs/mine/evaluations/step_000200
+
+All of samples.jsonl is compared. An evaluation that was repeated into its folder with fewer
+--samples, --data or --limit keeps the samples of before there: its summary.json is over fewer.
+A problem that several sources hold counts once over all of them, in the first.
 """
 _PROBLEM_LENGTH = 60
 

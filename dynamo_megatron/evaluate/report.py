@@ -21,6 +21,9 @@ from dynamo_megatron.evaluate.summary import ALL, Summary
 SUMMARY_NAME = "summary.json"
 PAGE_NAME = "index.html"
 PLOTS_NAME = "plots"
+_CAPTION = (
+    "n problems; second line: 95 % interval over problems (bootstrap; Wilson's where all are alike)"
+)
 
 
 def write_summary(
@@ -94,7 +97,7 @@ def results_table(summaries: Sequence[Summary]) -> Table:
         box=SIMPLE_HEAD,
         header_style="bold",
         pad_edge=False,
-        caption="n problems; second line: 95 % bootstrap interval over problems",
+        caption=_CAPTION + _repeats(summaries[-1].repeated_problems),
         caption_justify="left",
     )
     table.add_column("source", overflow="fold", min_width=10)
@@ -110,6 +113,11 @@ def results_table(summaries: Sequence[Summary]) -> Table:
         # Text: a source's name may hold what rich would take for markup.
         table.add_row(Text(s.source), *cells, str(s.errors))
     return table
+
+
+def _repeats(count: int) -> str:
+    problems = "problem" if count == 1 else "problems"
+    return f"; {ALL}: without {count} {problems} that an earlier source has" if count else ""
 
 
 def _rate(interval: Interval | None) -> str:

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,25 @@ from typing import Any
 from tqdm import tqdm
 
 from dynamo_megatron.evaluate.heldout import SAMPLING_STEP, equal_sizes
-from dynamo_megatron.evaluate.samples import Sample, SampleFile, SamplesError, sample_of
+from dynamo_megatron.evaluate.samples import (
+    RIGHT_FROM,
+    Sample,
+    SampleFile,
+    SamplesError,
+    sample_of,
+)
 from dynamo_megatron.protocols import Reward, RolloutEngine
 from dynamo_megatron.types import Prompt
 
 SAMPLES_NAME = "samples.jsonl"
 SETTINGS_NAME = "settings.json"
+_MEANINGS = {
+    "weights": "of the model folder",
+    "text_files": "tokenizer, chat template and configuration of the model folder",
+    "verifier_source": "the file that defines the verifier",
+}
+_OF_THE_COUNT = ("right_from",)
+"""Settings that decide how samples are counted and not what they are."""
 _LINE_EVERY_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -37,6 +51,7 @@ class Plan:
         batch: samples asked of the engine at a time, at least one problem's; they are written
             when they are done.
         labels: the data set's own names of problems, by prompt id.
+        right_from: reward from which a sample is right, for the rate shown meanwhile.
     """
 
     prompts: tuple[Prompt, ...]
@@ -45,37 +60,61 @@ class Plan:
     seed: int
     batch: int
     labels: Mapping[str, str] = field(default_factory=dict)
+    right_from: float = RIGHT_FROM
+
+
+@contextmanager
+def open_samples(out: Path, settings: Mapping[str, Any]) -> Iterator[SampleFile]:
+    """Have the samples of a folder for this process alone.
+
+    Args:
+        out: folder of the samples.
+        settings: whatever decides what a sample is, but the problems and their number, which may
+            grow; samples made with other settings are refused. The reward from which a sample is
+            right (``right_from``) may change: it decides how samples are counted.
+
+    Raises:
+        SamplesError: ``out`` holds samples of other settings, or a file that is none of ours, or
+            another evaluation is writing there. Nothing is changed.
+    """
+    _require_settings(out, settings)
+    with SampleFile(out / SAMPLES_NAME) as file:
+        # Again: another may have written, and ended, in between.
+        _require_settings(out, settings)
+        yield file
 
 
 def evaluate(
-    plan: Plan, engine: RolloutEngine, reward: Reward, out: Path, settings: Mapping[str, Any]
+    plan: Plan,
+    engine: RolloutEngine,
+    reward: Reward,
+    file: SampleFile,
+    settings: Mapping[str, Any],
 ) -> list[Sample]:
-    """Every sample of the plan; those that ``out`` holds already are not made again.
+    """Every sample of the plan; those that the file holds already are not made again.
 
     Args:
         plan: what to sample.
         engine: with the weights to evaluate.
         reward: verifies.
-        out: folder of the samples.
-        settings: whatever decides what a sample is, but the problems and their number, which may
-            grow; samples made with other settings are refused.
+        file: as ``open_samples`` gives it.
+        settings: what it was opened with; written beside it.
 
     Raises:
-        SamplesError: ``out`` holds samples of other settings, or a file that is none of ours.
+        SamplesError: a line of the file is no sample.
     """
-    _require_settings(out, settings)
-    with SampleFile(out / SAMPLES_NAME) as file:
-        done = {(sample.id, sample.k): sample for sample in file.read()}
-        wanted = [(prompt.id, k) for prompt in plan.prompts for k in range(plan.samples)]
-        held = [key for key in wanted if key in done]
-        if held:
-            logger.info("%d of %d samples are there already", len(held), len(wanted))
-        with _Progress(len(wanted), [done[key] for key in held]) as progress:
-            for prompts in _portions(plan, done.keys()):
-                fresh = _sample(plan, prompts, engine, reward, done.keys())
-                file.append(fresh)
-                done.update({(sample.id, sample.k): sample for sample in fresh})
-                progress.add(fresh)
+    done = {(sample.id, sample.k): sample for sample in file.read()}
+    write_settings(file.path.parent, settings)
+    wanted = [(prompt.id, k) for prompt in plan.prompts for k in range(plan.samples)]
+    held = [key for key in wanted if key in done]
+    if held:
+        logger.info("%d of %d samples are there already", len(held), len(wanted))
+    with _Progress(len(wanted), [done[key] for key in held], plan.right_from) as progress:
+        for prompts in _portions(plan, done.keys()):
+            fresh = _sample(plan, prompts, engine, reward, done.keys())
+            file.append(fresh)
+            done.update({(sample.id, sample.k): sample for sample in fresh})
+            progress.add(fresh)
     return [done[key] for key in wanted]
 
 
@@ -120,22 +159,21 @@ def write_settings(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _require_settings(out: Path, settings: Mapping[str, Any]) -> None:
-    path = out / SETTINGS_NAME
-    if not path.exists():
-        if (out / SAMPLES_NAME).exists():
-            raise SamplesError(
-                f"{out} holds {SAMPLES_NAME} but no {SETTINGS_NAME}: what made them is not known. "
-                "Choose another --out."
-            )
-        out.mkdir(parents=True, exist_ok=True)
-        write_settings(out, settings)
+    """Refuse a folder whose samples were made with other settings, or nobody knows how."""
+    path, samples = out / SETTINGS_NAME, out / SAMPLES_NAME
+    if not samples.exists() or not samples.stat().st_size:
         return
+    if not path.exists():
+        raise SamplesError(
+            f"{out} holds {SAMPLES_NAME} but no {SETTINGS_NAME}: what made them is not known. "
+            "Choose another --out."
+        )
     now = json.loads(json.dumps(settings))
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [
-            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-            for name in sorted({*before, *now})
+            f"{_named(name)} was {before.get(name)!r}, is {now.get(name)!r}"
+            for name in sorted({*before, *now} - {*_OF_THE_COUNT})
             if before.get(name) != now.get(name)
         ]
     except (ValueError, AttributeError) as error:
@@ -147,14 +185,19 @@ def _require_settings(out: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
+def _named(setting: str) -> str:
+    return f"{setting} ({_MEANINGS[setting]})" if setting in _MEANINGS else setting
+
+
 class _Progress:
     """A bar on a terminal, a line every few seconds elsewhere; the pass rate so far beside it."""
 
-    def __init__(self, total: int, done: Sequence[Sample]) -> None:
+    def __init__(self, total: int, done: Sequence[Sample], right_from: float) -> None:
         self._bar = tqdm(
             total=total, unit="sample", file=sys.stderr, dynamic_ncols=True, disable=None
         )
         self._total = total
+        self._right_from = right_from
         self._count = 0
         self._right = self._errors = 0
         self._last_line = time.monotonic()
@@ -168,7 +211,7 @@ class _Progress:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Show that these are done."""
-        outcomes = [sample.outcome() for sample in samples]
+        outcomes = [sample.outcome(self._right_from) for sample in samples]
         self._count += len(samples)
         self._right += outcomes.count("right")
         self._errors += outcomes.count("error")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from dynamo_megatron.types import (
     FinishReason,
@@ -22,6 +25,12 @@ Outcome = Literal["right", "wrong", "error"]
 
 RIGHT_FROM = 0.5
 """Reward from which a sample is right, unless a run says otherwise."""
+
+
+_JSON_TYPES = {"k": int, "formatted": bool, "reward": float, "num_tokens": int, "seed": int}
+"""Fields of a sample that are no text."""
+
+logger = logging.getLogger(__name__)
 
 
 class SamplesError(ValueError):
@@ -114,28 +123,33 @@ def samples_of(groups: Sequence[RolloutGroup]) -> list[Sample]:
 
 
 class SampleFile:
-    """JSON lines that samples are appended to as they come.
+    """JSON lines that samples are appended to as they come; one process at a time has the file.
 
-    A line that an interrupted run left incomplete is cut off; everything before it is kept.
+    A line that an interrupted run left incomplete is cut off; everything before it is kept. A file
+    that is left empty is removed.
 
     Args:
         path: the file; made when it is not there.
 
     Raises:
-        SamplesError: a line before the last is no sample.
+        SamplesError: another evaluation has the file open, or a line before the last is no sample.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._file = path.open("ab")
-        complete = _complete_bytes(path)
-        if self._file.tell() > complete:
-            self._file.truncate(complete)
+        self.path = path
+        self._file = _open_locked(path)
+        try:
+            complete = _complete_bytes(path)
+            if self._file.seek(0, os.SEEK_END) > complete:
+                self._file.truncate(complete)
+        except BaseException:
+            self._file.close()
+            raise
 
     def read(self) -> Iterator[Sample]:
         """The samples written so far, each (id, k) once."""
-        return read_samples(self._path)
+        return read_samples(self.path)
 
     def append(self, samples: Iterable[Sample]) -> None:
         """Write samples; they survive the end of this process."""
@@ -143,10 +157,12 @@ class SampleFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Write through to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Write through to the disk, and let others have the file."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            if not os.fstat(self._file.fileno()).st_size:
+                self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> SampleFile:
         return self
@@ -172,6 +188,33 @@ def read_samples(path: Path) -> Iterator[Sample]:
                 yield sample
 
 
+def _open_locked(path: Path) -> BinaryIO:
+    """Open for appending, for this process alone until it is closed or the process ends."""
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise SamplesError(
+                f"another evaluation is writing {path} at this moment: the samples of both would "
+                "be mixed. Wait for it or stop it, or choose another folder (--out)."
+            ) from error
+        except OSError as error:
+            # Some network file systems have no locks; an evaluation can do without.
+            logger.warning(
+                "%s cannot be locked (%s): start no second evaluation there meanwhile", path, error
+            )
+            return file
+        # Whoever had it may have removed it between our opening and our locking.
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()
+
+
 def _complete_bytes(path: Path) -> int:
     """Bytes up to the last end of line."""
     size, block = path.stat().st_size, 1 << 16
@@ -189,13 +232,28 @@ def _complete_bytes(path: Path) -> int:
 def _parse(line: bytes, where: str) -> Sample:
     try:
         values: dict[str, Any] = json.loads(line)
-        if set(values) != {field.name for field in fields(Sample)}:
-            raise ValueError(f"its keys are {sorted(values)}")
+        _require_types(values)
+        values["reward"] = float(values["reward"])
         values["status"] = VerdictStatus(values["status"])
         values["finish_reason"] = FinishReason(values["finish_reason"])
         return Sample(**values)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SamplesError(
             f"{where} is no sample of an evaluation: {error}. Choose another --out, or remove the "
             "file to start again."
         ) from error
+
+
+def _require_types(values: dict[str, Any]) -> None:
+    """Have every field there with a value of its type; a string stands for an enumeration's."""
+    if set(values) != {field.name for field in fields(Sample)}:
+        raise ValueError(f"its keys are {sorted(values)}")
+    for name, value in values.items():
+        wanted = _JSON_TYPES.get(name, str)
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ValueError(f"its {name} is {value!r:.80}, not of type {wanted.__name__}")
+    if not math.isfinite(values["reward"]):
+        raise ValueError(f"its reward is {values['reward']}, not a finite number")
+    for name in ("k", "num_tokens"):
+        if values[name] < 0:
+            raise ValueError(f"its {name} is {values[name]}, which is negative")

@@ -1,7 +1,8 @@
 """What samples say of a model: pass@1, pass@k, maj@k, lengths, truncation, failures.
 
 A failed verification is no wrong answer: it is left out of every rate and counted. Intervals are
-over problems, the sample of all problems of their kind that the data is.
+over problems, the sample of all problems of their kind that the data is. A problem that several
+sources hold is one problem: the row over all of them counts it once, in the first that has it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from dynamo_megatron.algo.passk import Interval, pass_at_k, wilson_interval
+from dynamo_megatron.evaluate.answers import NormalForm, normal_form
 from dynamo_megatron.evaluate.samples import RIGHT_FROM, Sample
 
 ALL = "all"
@@ -62,6 +64,8 @@ class Summary:
         format_rate: share of verified samples with the answer in the expected format.
         errors: failed verifications; only mean_tokens and truncation_rate include them.
         unverified_problems: problems of which no sample was verified.
+        repeated_problems: problems that are in no other figure of this row, since an earlier source
+            has the same text; only over all sources.
     """
 
     source: str
@@ -75,6 +79,7 @@ class Summary:
     format_rate: float
     errors: int
     unverified_problems: int
+    repeated_problems: int = 0
 
 
 def tallies(samples: Iterable[Sample], *, right_from: float = RIGHT_FROM) -> list[Tally]:
@@ -101,20 +106,22 @@ def tallies(samples: Iterable[Sample], *, right_from: float = RIGHT_FROM) -> lis
 def majority(samples: Sequence[Sample], *, right_from: float = RIGHT_FROM) -> float | None:
     """The share of right answers among the most frequent ones of one problem.
 
-    All right samples are one answer, however they write it: each equals the reference. Wrong ones
-    are told apart by their text without white space. Samples without an answer do not vote; nor do
-    failed verifications.
+    All right samples are one answer, however they write it: each equals the reference. So that
+    wrong ones do not split their votes over spellings, they are counted by ``answers.normal_form``:
+    numbers by value, others by text without spacing and markup. Expressions that are equal without
+    being written alike (``x+1`` and ``1+x``) still count apart. Samples without an answer do not
+    vote; nor do failed verifications.
 
     Returns:
         1.0 or 0.0, a fraction in a tie; None where no verified sample has an extracted answer.
     """
-    votes: Counter[str | None] = Counter()
+    votes: Counter[NormalForm | None] = Counter()
     for sample in samples:
         outcome = sample.outcome(right_from)
         if outcome == "error" or not sample.extracted:
             continue
         # None stands for the right answer: no text can be mistaken for it.
-        votes[None if outcome == "right" else "".join(sample.extracted.split())] += 1
+        votes[None if outcome == "right" else normal_form(sample.extracted)] += 1
     if not votes:
         return None
     most = max(votes.values())
@@ -143,7 +150,33 @@ def summarise(
         )
         for name in names
     ]
-    return result if len(names) == 1 else [*result, _summary(ALL, samples, counted, seed)]
+    if len(names) == 1:
+        return result
+    repeated = repeats((sample.id, sample.source, sample.problem) for sample in samples)
+    total = _summary(
+        ALL,
+        [sample for sample in samples if sample.id not in repeated],
+        [tally for tally in counted if tally.id not in repeated],
+        seed,
+    )
+    return [*result, replace(total, repeated_problems=len(repeated))]
+
+
+def repeats(problems: Iterable[tuple[str, str, str]]) -> set[str]:
+    """Ids of the problems whose text an earlier source has already.
+
+    An id is made of text, answer, source and system message: the same problem has another one in
+    every source. Problems of the same source are never repeats: its own row counts them too.
+
+    Args:
+        problems: id, source and text of each, in order; an id may come again.
+    """
+    home: dict[str, str] = {}
+    return {
+        prompt_id
+        for prompt_id, source, text in problems
+        if home.setdefault(" ".join(text.split()), source) != source
+    }
 
 
 def _summary(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.evaluate.fingerprint import verifier_fingerprint
 from dynamo_megatron.evaluate.heldout import (
     SAMPLING_STEP,
     HeldoutResult,
@@ -43,6 +44,9 @@ class HeldoutStage:
         """
         self.prompts = tuple(prompts)
         self._config = config
+        self._verifier = config.reward.function or config.reward.kind
+        # Now: the workers import it at the start, and the file may be edited during a run.
+        self._verifier_source = verifier_fingerprint(self._verifier)
 
     def run(self, tier: RolloutTier, step: int) -> HeldoutResult:
         """Sample and score every problem; collective, the same result on every rank.
@@ -112,7 +116,8 @@ class HeldoutStage:
             "seed": config.run.seed,
             "template": config.data.template,
             "append": "",
-            "verifier": config.reward.function or config.reward.kind,
+            "verifier": self._verifier,
+            "verifier_source": self._verifier_source,
             "right_from": config.algorithm.allocation.success_threshold,
             "engine": config.rollout.engine,
             "dtype": config.model.dtype,

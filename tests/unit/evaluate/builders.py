@@ -30,4 +30,7 @@ def sample(outcome: str = "right", *, id: str = "p", k: int = 0, **values) -> Sa
 def problem(outcomes: str, *, id: str, source: str = "s") -> list[Sample]:
     """One problem's samples, a letter each: r, w, e."""
     names = {"r": "right", "w": "wrong", "e": "error"}
-    return [sample(names[c], id=id, k=k, source=source) for k, c in enumerate(outcomes)]
+    text = f"Compute 1+1 ({id})"
+    return [
+        sample(names[c], id=id, k=k, source=source, problem=text) for k, c in enumerate(outcomes)
+    ]

@@ -13,7 +13,6 @@ from dynamo_megatron.evaluate.build import (
     load_evaluation_problems,
     longest_sequence,
     source_of,
-    weights_fingerprint,
 )
 
 
@@ -93,16 +92,6 @@ def test_engines_and_models_that_are_not_there_are_named():
         build_engine("vlm", spec)
     with pytest.raises(ValueError, match="the built-in models are builtin:tiny"):
         model_folder("builtin:large")
-
-
-def test_changed_weights_have_another_fingerprint(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"1234")
-    before = weights_fingerprint(tmp_path)
-    assert weights_fingerprint(tmp_path) == before
-    (tmp_path / "notes.txt").write_text("x")
-    assert weights_fingerprint(tmp_path) == before
-    (tmp_path / "model.safetensors").write_bytes(b"12345")
-    assert weights_fingerprint(tmp_path) != before
 
 
 def test_vllm_refuses_what_is_beyond_the_models_positions_before_it_starts():

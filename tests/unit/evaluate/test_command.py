@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import time
 
 import pytest
 
+from dynamo_megatron.assets import TINY_POLICY
 from dynamo_megatron.cli import main
+from dynamo_megatron.evaluate.samples import SampleFile
 
 SMALL = ["--data", "arithmetic:5", "--max-tokens", "40", "--batch-size", "8"]
 
@@ -64,13 +67,90 @@ def test_greedy_decoding_takes_one_sample_whatever_the_seed(tmp_path):
     ]
 
 
-def test_a_verifier_that_fails_is_counted_apart_from_wrong_answers(tmp_path):
+def test_a_verifier_that_always_fails_says_why_and_is_no_success(tmp_path, capsys):
     verifier = "tests.unit.reward.verifiers:behave"  # raises on what is no action
-    assert evaluate(tmp_path, "--verifier", verifier) == 0
+    assert evaluate(tmp_path, "--verifier", verifier) == 1
     summary = result(tmp_path)
     assert (summary["errors"], summary["num_problems"]) == (5, 0)
     assert summary["pass_at_1"] is None
     assert {row["status"] for row in lines(tmp_path)} == {"error"}
+    said = capsys.readouterr().err
+    assert "5 of 5 samples could not be verified and are in no rate:" in said
+    assert said.count("1 x error: KeyError: ") == 3 and "and 2 more kinds" in said
+
+
+def verifier_file(folder, body: str, monkeypatch) -> str:
+    (folder / "verifier_of_a_test.py").write_text(f"def score(response, answer, prompt):\n{body}")
+    monkeypatch.syspath_prepend(folder)
+    return "verifier_of_a_test:score"
+
+
+def test_the_most_frequent_failures_are_named_and_some_of_them_are_no_error(
+    tmp_path, monkeypatch, capsys
+):
+    body = "    if '+' in prompt: raise ValueError('no \\x1b[2J sums')\n    return 1.0\n"
+    name = verifier_file(tmp_path, body, monkeypatch)
+    data = tmp_path / "d.jsonl"
+    problems = ("Compute 3-1", "Compute 1+1", "Compute 1+2")
+    data.write_text("".join(json.dumps({"problem": p, "answer": "2"}) + "\n" for p in problems))
+    options = ["--data", str(data), "--verifier", name]
+    assert evaluate(tmp_path / "out", *options) == 0
+    said = capsys.readouterr().err
+    assert "2 of 3 samples could not be verified" in said
+    assert "  2 x error: ValueError: no ?[2J sums\n" in said
+
+
+def test_a_sample_is_right_from_the_given_reward(tmp_path, monkeypatch):
+    name = verifier_file(tmp_path, "    return 0.5\n", monkeypatch)
+    out = tmp_path / "out"
+    for options, rate in (([], 1.0), (["--right-from", "0.75"], 0.0)):
+        assert evaluate(out, "--verifier", name, *options) == 0
+        assert result(out)["pass_at_1"]["mean"] == rate
+        word = '"outcome": "right"' if rate else '"outcome": "wrong"'
+        assert (out / "index.html").read_text().count(word) == 5
+    assert json.loads((out / "settings.json").read_text())["right_from"] == 0.75
+
+
+def test_an_edited_verifier_does_not_mix_with_its_verdicts_of_before(tmp_path, monkeypatch, capsys):
+    name = verifier_file(tmp_path, "    return 1.0\n", monkeypatch)
+    out = tmp_path / "out"
+    assert evaluate(out, "--verifier", name) == 0
+    assert evaluate(out, "--verifier", name, "--samples", "2") == 0
+    verifier_file(tmp_path, "    return 0.0\n", monkeypatch)
+    assert evaluate(out, "--verifier", name, "--samples", "3") == 2
+    assert "verifier_source (the file that defines the verifier) was" in capsys.readouterr().err
+    assert len(lines(out)) == 10
+
+
+def test_a_changed_chat_template_does_not_mix_with_the_samples_of_before(tmp_path, capsys):
+    def command(model, samples):
+        options = ["--samples", str(samples), "--out", str(tmp_path / "out")]
+        return main(["eval", str(model), *SMALL, *options])
+
+    model, copy = (shutil.copytree(TINY_POLICY, tmp_path / n / "model") for n in "ab")
+    assert command(model, 1) == 0
+    # An identical folder elsewhere, of another time, is the same model.
+    for path in copy.rglob("*"):
+        os.utime(path, (1, 1))
+    shutil.rmtree(model)
+    copy.rename(model)
+    assert command(model, 2) == 0
+    template = model / "chat_template.jinja"
+    template.write_text("Please. " + template.read_text())
+    assert command(model, 3) == 2
+    assert "text_files (tokenizer, chat template and configuration" in capsys.readouterr().err
+    assert len(lines(tmp_path / "out")) == 10
+
+
+def test_a_second_evaluation_into_the_same_folder_is_refused_at_once(tmp_path, capsys, monkeypatch):
+    assert evaluate(tmp_path) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr("dynamo_megatron.evaluate.build.build_engine", None)  # it never gets there
+    with SampleFile(tmp_path / "samples.jsonl"):
+        assert evaluate(tmp_path, "--samples", "2") == 2
+        assert "another evaluation is writing" in capsys.readouterr().err
+        now = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert now == before
 
 
 def test_several_sources_have_a_row_each(tmp_path):
@@ -122,6 +202,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
         ["--seed", "-1"],
         ["--greedy", "--samples", "4"],
         ["--sample", "4"],
+        ["--right-from", "nan"],
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path, options):

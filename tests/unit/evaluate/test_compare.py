@@ -94,6 +94,39 @@ def test_settings_beside_the_model_that_differ_are_named():
     assert differing_settings(first, second) == ["temperature: 1.0 and None"]
 
 
+def test_tokenizer_and_template_are_the_models_and_another_verifier_is_named():
+    first = evaluation({"a": "r"}, text_files="1", verifier_source="1", right_from=0.5)
+    second = evaluation({"a": "r"}, text_files="2", verifier_source="2", right_from=0.5)
+    assert differing_settings(first, second) == ["verifier_source: '1' and '2'"]
+
+
+def test_over_all_sources_a_problem_is_compared_once():
+    one = evaluation({"a": "r", "b": "w"})
+    copy = tuple(replace(s, id=f"{s.id}'", source="t") for s in one.samples)
+    both = replace(one, samples=(*one.samples, *copy))
+    assert [(c.source, c.num_problems) for c in compare(match(both, both).pairs)] == [
+        ("s", 2),
+        ("t", 2),
+        ("all", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"problem": "Compute 2+2"}, r"its problem is 'Compute 1\+1 \(b\)' .* 'Compute 2\+2'"),
+        ({"answer": "4"}, "its answer is '2' .* '4'"),
+    ],
+)
+def test_one_id_for_two_problems_is_refused(change, words):
+    first = evaluation({"a": "r", "b": "r"})
+    second = replace(
+        first, samples=tuple(replace(s, **change) if s.id == "b" else s for s in first.samples)
+    )
+    with pytest.raises(SamplesError, match=f"the id b stands for two problems: {words}"):
+        match(first, second)
+
+
 def test_two_evaluations_without_a_common_problem_are_refused():
     with pytest.raises(SamplesError, match="of 1 and 2 problems 0 are the same"):
         match(evaluation({"a": "r"}), evaluation({"b": "r", "c": "w"}))
@@ -130,6 +163,7 @@ def test_an_evaluation_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path)
     [
         (lambda f: (f / "samples.jsonl").unlink(), "is no evaluation: it needs samples.jsonl"),
         (lambda f: (f / "settings.json").write_text("[1]"), "settings.json cannot be read"),
+        (lambda f: write_settings(f, {"right_from": None}), "its right_from is None, not a number"),
         (lambda f: (f / "samples.jsonl").write_text('{"a": 1}\n'), "line 1 is no sample"),
         (lambda f: (f / "samples.jsonl").write_text(""), "holds no sample"),
     ],

@@ -32,6 +32,15 @@ def test_the_table_fits_a_terminal_and_takes_names_as_text():
     assert "\u2026" not in text  # nothing was cut
 
 
+def test_the_caption_names_both_intervals_and_what_the_last_row_leaves_out():
+    alike = " ".join(table(summarise(problem("r", id="a"))).split())
+    assert "95 % interval over problems (bootstrap; Wilson's where all are alike)" in alike
+    assert "earlier source" not in alike
+    twice = [sample(id="a", source="x"), sample(id="b", source="y")]
+    shown = " ".join(table(summarise(twice)).split())
+    assert "all: without 1 problem that an earlier source has" in shown
+
+
 def test_the_summary_file_holds_every_figure(tmp_path):
     samples = problem("rw", id="a")
     summaries = summarise(samples)

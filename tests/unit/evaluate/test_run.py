@@ -1,15 +1,22 @@
 """An evaluation repeats, goes on where it stopped and never mixes two policies' samples."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from dynamo_megatron.evaluate.run import SAMPLES_NAME, SETTINGS_NAME, evaluate
+from dynamo_megatron.evaluate import run
+from dynamo_megatron.evaluate.run import SAMPLES_NAME, SETTINGS_NAME, open_samples
 from dynamo_megatron.evaluate.samples import SampleFile, SamplesError
 from dynamo_megatron.evaluate.summary import summarise
 from dynamo_megatron.types import VerdictStatus
 
 from .conftest import SETTINGS
+
+
+def evaluate(plan, engine, reward, out, settings):
+    with open_samples(out, settings) as file:
+        return run.evaluate(plan, engine, reward, file, settings)
 
 
 def keys(samples):
@@ -75,6 +82,36 @@ def test_samples_of_other_settings_are_not_added_to(plan, engine, reward, tmp_pa
     (tmp_path / SETTINGS_NAME).unlink()
     with pytest.raises(SamplesError, match="what made them is not known"):
         evaluate(plan, engine, reward, tmp_path, SETTINGS)
+
+
+def test_the_reward_from_which_a_sample_is_right_may_change(plan, engine, reward, tmp_path):
+    whole = evaluate(plan, engine, reward, tmp_path, {**SETTINGS, "right_from": 0.5})
+    engine.asked = []
+    changed = {**SETTINGS, "right_from": 0.9}
+    assert evaluate(plan, engine, reward, tmp_path, changed) == whole
+    assert engine.asked == []
+    assert json.loads((tmp_path / SETTINGS_NAME).read_text()) == changed
+
+
+def test_settings_without_a_sample_bind_nobody(plan, engine, reward, tmp_path):
+    engine.stop_at = 0
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(plan, engine, reward, tmp_path, SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == [SETTINGS_NAME]
+    engine.asked, engine.stop_at = [], None
+    other = {**SETTINGS, "temperature": 0.6}
+    assert len(evaluate(plan, engine, reward, tmp_path, other)) == 18
+    assert json.loads((tmp_path / SETTINGS_NAME).read_text()) == other
+
+
+def test_a_refused_folder_is_left_as_it_is(plan, engine, reward, tmp_path):
+    evaluate(plan, engine, reward, tmp_path, SETTINGS)
+    with (tmp_path / SAMPLES_NAME).open("ab") as file:
+        file.write(b'{"id": "cut sho')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(SamplesError), open_samples(tmp_path, {**SETTINGS, "model": "other"}):
+        pass
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_labels_of_the_data_set_are_kept_with_the_samples(plan, engine, reward, tmp_path):

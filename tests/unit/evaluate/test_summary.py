@@ -61,6 +61,17 @@ def test_right_answers_are_one_answer_however_they_are_written():
     assert majority([*samples, *wrong[:1]]) == 1.0
 
 
+def test_wrong_answers_are_one_answer_however_they_are_written():
+    wrong = [
+        sample("wrong", extracted=text, k=k)
+        for k, text in enumerate(("1/2", "0.50", r"$\dfrac{1}{2}$"))
+    ]
+    right = [sample(k=k) for k in (3, 4)]
+    # Told apart as text, two right ones would outvote three equal wrong ones.
+    assert majority([*right, *wrong]) == 0.0
+    assert majority([*right, *wrong[:2]]) == 0.5
+
+
 def test_without_extracted_answers_there_is_no_vote():
     samples = [sample("right", extracted=""), sample("wrong", extracted="", k=1)]
     assert majority(samples) is None
@@ -78,6 +89,22 @@ def test_sources_come_in_order_and_all_of_them_last():
     summaries = summarise(samples)
     assert [s.source for s in summaries] == ["x", "y", "all"]
     assert [s.pass_at_1.mean for s in summaries] == [1.0, 0.0, 0.5]
+
+
+def test_over_all_sources_a_problem_counts_once_in_the_first_that_has_it():
+    x = [*problem("rr", id="a", source="x"), *problem("ww", id="b", source="x")]
+    again = [sample("right", id="c", source="y", problem="Compute  1+1 (a)\n")]
+    new = problem("rr", id="d", source="y")
+    found = summarise([*x, *again, *new])
+    assert [(s.num_problems, s.num_samples, s.repeated_problems) for s in found] == [
+        (2, 4, 0),
+        (2, 3, 0),
+        (3, 6, 1),
+    ]
+    assert [s.pass_at_1.mean for s in found] == [0.5, 1.0, pytest.approx(2 / 3)]
+    # Within a source each problem counts: its own row says so.
+    twice = [sample(id=id, source=source) for id, source in (("a", "x"), ("b", "x"), ("c", "y"))]
+    assert [s.num_problems for s in summarise(twice)] == [2, 1, 2]
 
 
 def test_lengths_and_truncation_count_every_response():
