@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dynamo_megatron.config_base import NonNegative, Positive, Section
 
@@ -17,7 +17,8 @@ class VllmConfig(Section):
     tensor: Positive = 1
     """GPUs (or CPU processes) of a replica; they are on one node."""
     ray_address: str | None = None
-    """A running cluster's (``auto``, or host:port); null starts a Ray on this machine."""
+    """A running cluster's: host:port of its head, or ``auto``, what RAY_ADDRESS names or the only
+    Ray on this node; null starts a Ray on this machine."""
     transport: Literal["auto", "nccl", "gloo", "object_store"] = "auto"
     """How weights travel; ``auto``: nccl with GPUs, gloo without."""
     bucket_mib: Positive = 256
@@ -42,3 +43,17 @@ class VllmConfig(Section):
     """A replica that holds requests and makes no step for so long is replaced."""
     max_restarts: NonNegative = 4
     """More replicas lost between two weight updates end the run."""
+
+    @field_validator("ray_address")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is None or value == "auto":
+            return value
+        host, _, port = value.rpartition(":")
+        if "/" in value or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"{value!r} is no address of a Ray head: use HOST:PORT (6379 unless it was "
+                "started with another; [..] around an IPv6 address), auto for the only one on this "
+                "node, or null to start one here"
+            )
+        return value

@@ -163,6 +163,7 @@ def _run(config: Config, control, stop, on_failure) -> None:
         except Exception as error:
             if on_failure is not None:
                 on_failure(error)
+            control.fail(error)
             raise
     _finish(config, inputs, policy, checkpointer, state)
 

@@ -75,18 +75,20 @@ def build_scheduler(
 
     A fresh scheduler stands before the first update, where a warm-up from zero would waste it.
     """
-    warmup = min(settings.warmup_updates, settings.decay_updates - 1)
+    # A run that is shorter than its warm-up ends in the middle of it, as the same run's first
+    # updates would if it were longer; Megatron-Core wants the decay to end after it.
+    decay = max(settings.decay_updates, settings.warmup_updates + 1)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=settings.decay_updates,
+        lr_warmup_steps=settings.warmup_updates,
+        lr_decay_steps=decay,
         lr_decay_style=settings.decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=settings.decay_updates,
+        wd_incr_steps=decay,
         wd_incr_style="constant",
     )
     scheduler.step(1)

@@ -65,6 +65,7 @@ class ControlPlane:
         self._timeout_s = timeout_s
         self._phase = FIRST_PHASE
         self._calls = 0
+        self._failed = False
 
     def __enter__(self) -> ControlPlane:
         # A name of its own: the store may still hold the keys of an earlier run (elastic restart).
@@ -90,6 +91,8 @@ class ControlPlane:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._failed:
+            return
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._heartbeat.farewell()
             return
@@ -98,6 +101,20 @@ class ControlPlane:
             # heartbeat ends this process with it, before these seconds are over.
             logger.error("a collective failed; waiting to learn which rank is lost: %s", error)
             time.sleep(2 * self._timeout_s)
+        self._accuse(error)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends because of ``error``, and may take its time to close what it holds.
+
+        The others are told now. They end as well, and none of them may be taken for the reason and
+        cut this one's closing short. An error of a collective waits for the end of the block: it
+        is most likely another rank's.
+        """
+        if not _blames_connection(error):
+            self._accuse(error)
+
+    def _accuse(self, error: BaseException) -> None:
+        self._failed = True
         self._heartbeat.accuse_self(f"{type(error).__name__}: {error}")
 
     def set_phase(self, phase: str) -> None:

@@ -196,6 +196,20 @@ def test_ranks_that_fail_together_each_end_by_their_own_exception(tmp_path):
     assert "the reason of rank 1" in ended[1].log and "CRITICAL" not in ended[1].log
 
 
+def test_a_failed_rank_may_take_longer_to_close_than_the_others_to_end(tmp_path):
+    def body(control):
+        error = ValueError(f"the reason of rank {control.rank}")
+        control.fail(error)
+        if control.rank == 0:
+            time.sleep(2.5 * TIMEOUT_S)  # the others are gone by then
+        raise error
+
+    with ranks_under_control(tmp_path, 2, body, tcp=True) as processes:
+        ended = how_they_end(tmp_path, processes)
+    assert [end.code for end in ended.values()] == [1, 1]
+    assert "the reason of rank 0" in ended[0].log and "CRITICAL" not in ended[0].log
+
+
 def test_an_exception_in_rank_zeros_work_is_raised_on_every_rank(tmp_path):
     def body(control):
         def fails() -> bytes:

@@ -208,6 +208,20 @@ def test_auto_takes_the_fused_head_above_the_budget(model_dir, monkeypatch):
     assert run_on_ranks(work, 1, logits_bytes - 1) == [1]
 
 
+@pytest.mark.parametrize("decay_updates", [1, 2, 3])
+def test_a_run_shorter_than_its_warm_up_ends_in_the_middle_of_it(model_dir, decay_updates):
+    batch = random_batch()
+
+    def work():
+        settings = optimizer_settings("adam", warmup_updates=4, decay_updates=decay_updates)
+        with policy_on(model_dir, Layout(), optimizer=settings) as policy:
+            plan = plan_for(policy, batch)
+            inputs, _, _ = prepared(policy, batch, plan, dynamo=False)
+            return [policy.update(plan, inputs)[0].learning_rate for _ in range(4)]
+
+    assert run_on_ranks(work, 1)[0] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+
+
 @pytest.mark.parametrize(
     ("style", "want"),
     [

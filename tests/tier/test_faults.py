@@ -171,7 +171,7 @@ def test_a_replica_lost_before_its_probe_is_probed_when_it_is_back(pair):
     [("gloo", killed), ("gloo", frozen), ("gloo", out_of_memory), ("object_store", killed)],
 )
 def test_a_replica_lost_in_an_update_samples_from_the_new_weights(
-    pair, monkeypatch, transport, fault
+    pair, monkeypatch, caplog, transport, fault
 ):
     if transport == "object_store":
         collect = partial(pair.fleet.cluster.wait, timeout_s=HANG_S)
@@ -182,6 +182,7 @@ def test_a_replica_lost_in_an_update_samples_from_the_new_weights(
     pair.load(1, on_tensor=lambda place: fault(replica) if place == half else None)
     assert time.monotonic() - started < 4 * WITHIN_S  # with the restart
     assert len(pair.fleet.ready) == 2 and pair.fleet.ready[1] is not replica
+    assert "a weight update broke (replica 1 is lost): " in caplog.text
     same_samples(pair.sample(), pair.undisturbed[1])
     assert pair.used() == {0, 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,7 @@ def build_vllm_engine(spec: VllmSpec) -> VllmEngine:
             "rollout.vllm.transport=nccl sends from GPU to GPU, and there is none here. Set "
             "rollout.vllm.transport=auto."
         )
+    _require_divisible(spec)
     gpu_ids = _gpus_beside_trainer(spec) if spec.use_gpu and spec.ray_address is None else ()
     cluster = RayCluster(
         spec.ray_address,
@@ -139,6 +141,18 @@ def build_vllm_engine(spec: VllmSpec) -> VllmEngine:
         top_k=spec.top_k,
     )
     return VllmEngine(fleet, settings, model_dir=str(spec.model_dir))
+
+
+def _require_divisible(spec: VllmSpec) -> None:
+    """VLLM says so too, a minute later and in its own words."""
+    config = json.loads((spec.model_dir / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % spec.tensor:
+        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise RolloutError(
+            f"rollout.vllm.tensor={spec.tensor} does not divide the {heads} attention heads of "
+            f"{spec.model_dir}. Set it to one of {', '.join(fits)}."
+        )
 
 
 def replica_settings(spec: VllmSpec, transfer_backend: str | None) -> ReplicaSettings:

@@ -1,4 +1,4 @@
-"""Ray: a local one on the loopback, or the cluster's. The only module that imports it."""
+"""Ray: a local one on the loopback, or the cluster's; replicas placed on it and called."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.rollout.errors import RolloutError
-from dynamo_megatron.rollout.vllm.ray_folder import make_ray_folder
-from dynamo_megatron.rollout.vllm.surroundings import quiet_start, visible
-from dynamo_megatron.rollout.vllm.watch import RayWatch, require_listener
+from dynamo_megatron.rollout.vllm.connection import join_ray, start_ray
+from dynamo_megatron.rollout.vllm.watch import RayWatch
 from dynamo_megatron.rollout.vllm.wire import ReplicaFacts, ReplicaSettings
 
 if TYPE_CHECKING:
@@ -28,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 4
 """Calls a replica may serve at the same time: an exchange never keeps a check waiting."""
-START_ATTEMPTS = 2
-"""Ray gives its services 30 s to start, which a busy machine may not."""
 WAIT_SLICE_S = 1.0
 """A wait looks so often whether Ray is still there."""
 
@@ -72,9 +67,11 @@ class RayCluster:
         self._group: Any = None
         self._lock = threading.Lock()
         if address is None:
-            self._start(num_replicas, gpu_ids, object_store_bytes)
+            self._temp = start_ray(
+                num_cpus=num_replicas, gpu_ids=gpu_ids, object_store_bytes=object_store_bytes
+            )
         else:
-            self._join(address)
+            join_ray(address)
         try:
             self._watch.start(_services())
             self._group = self._place(num_replicas, timeout_s)
@@ -183,36 +180,6 @@ class RayCluster:
         if self._temp is not None:
             shutil.rmtree(self._temp, ignore_errors=True)
 
-    def _start(self, num_replicas: int, gpu_ids: Sequence[str], object_store_bytes: int) -> None:
-        # Read by Ray when it is imported: node addresses are then the loopback's.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        for left in reversed(range(START_ATTEMPTS)):
-            self._temp = make_ray_folder()
-            try:
-                with quiet_start(), visible(gpu_ids), _own_process_group():
-                    _init(
-                        address="local",
-                        num_cpus=num_replicas,
-                        num_gpus=len(gpu_ids),
-                        object_store_memory=object_store_bytes,
-                        _temp_dir=self._temp,
-                        _node_ip_address="127.0.0.1",
-                    )
-                return
-            except BaseException as error:
-                shutil.rmtree(self._temp, ignore_errors=True)
-                if not (left and isinstance(error, RolloutError)):
-                    raise
-                logger.warning("%s It is tried once more.", error)
-
-    def _join(self, address: str) -> None:
-        try:
-            require_listener(address)
-        except OSError as error:
-            raise _no_answer(address, error) from error
-        with quiet_start():
-            _init(address=address)
-
     def _place(self, num_replicas: int, timeout_s: float) -> Any:
         import ray
 
@@ -305,60 +272,6 @@ def _replica_environment(settings: ReplicaSettings, ray_folder: str | None) -> d
         kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         found["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
     return found
-
-
-def _init(**arguments: Any) -> None:
-    import ray
-
-    if ray.is_initialized():
-        raise RolloutError("this process is connected to a Ray already; end that one first.")
-    try:
-        ray.init(
-            include_dashboard=False if arguments["address"] == "local" else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=f"dynamo-megatron-{os.getpid()}",
-            **arguments,
-        )
-    except Exception as error:  # Ray's services that do not start in time raise no narrower one
-        ray.shutdown()
-        address = arguments["address"]
-        if address == "local":
-            advice = ""
-            if isinstance(error, OSError):
-                advice = (
-                    " Ray keeps its token in ~/.ray/auth_token: HOME must be a folder that can be "
-                    "written to, or set RAY_AUTH_TOKEN."
-                )
-            raise RolloutError(
-                f"Ray could not be started on this machine: {error}.{advice}"
-            ) from error
-        raise _no_answer(address, error) from error
-
-
-def _no_answer(address: str, error: Exception) -> RolloutError:
-    return RolloutError(
-        f"no Ray answers at rollout.vllm.ray_address={address}: {str(error).strip()}. Check that "
-        "its head runs there, that it is Ray of the same version, and that this process has its "
-        "token (RAY_AUTH_TOKEN, or the file ~/.ray/auth_token)."
-    )
-
-
-@contextmanager
-def _own_process_group() -> Iterator[None]:
-    """While Ray starts: its processes leave this one's group.
-
-    torchrun and a terminal signal the whole group. Ray has to last until the step is over and the
-    checkpoint saved; it ends with this process all the same.
-    """
-    from ray._private import services
-
-    kept = services.ConsolePopen
-    services.ConsolePopen = partial(kept, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = kept
 
 
 def _remove_placement(cluster: RayCluster) -> None:

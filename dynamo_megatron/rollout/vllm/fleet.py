@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -15,6 +14,7 @@ from torch import Tensor
 from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.cluster import RayCluster, RayReplica, ReplicaLostError
 from dynamo_megatron.rollout.vllm.processes import ProcessId
+from dynamo_megatron.rollout.vllm.threads import in_daemon
 from dynamo_megatron.rollout.vllm.transport import Transport, buckets
 from dynamo_megatron.rollout.vllm.wire import (
     Exchange,
@@ -31,6 +31,8 @@ PROBE_GAP = 1e-3
 """Largest difference (nats) between two replicas' logprobs of the same tokens after a restart."""
 
 CANCEL_TIMEOUT_S = 10.0
+ALIVE_TIMEOUT_S = 2.0
+"""For a call that asks nothing of the engine."""
 
 
 class Fleet:
@@ -131,7 +133,7 @@ class Fleet:
             failure = self._end(taking_part, version)
         self._version = version  # not before the end: weights that do not fit are no version
         if failure is not None:
-            self._restore(taking_part, f"a weight update broke: {failure}")
+            self._restore(taking_part, failure)
         if not self._ready and not self._reviving:
             raise RolloutError("no replica is left after the weight update.")
 
@@ -198,7 +200,8 @@ class Fleet:
                 continue
             back.append(replica)
             self._ready[number] = replica
-            logger.info("replica %d is back with version %s", number, self._version)
+            holds = "no weights yet" if self._version is None else f"version {self._version}"
+            logger.info("replica %d is back with %s", number, holds)
         return back
 
     @property
@@ -257,21 +260,35 @@ class Fleet:
             return False
         return True
 
-    def _restore(self, replicas: Sequence[RayReplica], reason: str) -> None:
+    def _restore(self, replicas: Sequence[RayReplica], failure: ReplicaLostError) -> None:
         """After a broken update: every replica anew, from the object store.
 
         Those that are there may have loaded a part. It counts as one loss.
         """
         self._connected = ()
-        self._count_loss(None, reason)
+        silent = self._silent(replicas)
+        who = f"replica {', '.join(map(str, silent))}" if silent else "no replica known"
+        self._count_loss(None, f"a weight update broke ({who} is lost): {failure}")
         for replica in replicas:
             self._ready.pop(replica.number, None)
             replica.kill()
             self._start_again(replica.number)
         self._await_revived()
 
+    def _silent(self, replicas: Sequence[RayReplica]) -> list[int]:
+        """Those that do not answer a call that asks nothing of the engine."""
+        tickets = {replica.number: replica.call("alive") for replica in replicas}
+        found = []
+        for number, ticket in tickets.items():
+            try:
+                self.cluster.wait([ticket], ALIVE_TIMEOUT_S)
+            except (ReplicaLostError, RolloutError):
+                found.append(number)
+        return found
+
     def _count_loss(self, number: int | None, reason: str) -> None:
         who = "all replicas" if number is None else f"replica {number}"
+        reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
         self._restarts += 1
         if self._restarts > self._max_restarts:
             raise RolloutError(
@@ -280,20 +297,11 @@ class Fleet:
                 "Look at memory (rollout.vllm.max_num_seqs, kv_cache_mib, "
                 "gpu_memory_utilization) and at the node."
             )
-        logger.warning("%s: %s It is started again and given the weights.", who, reason)
+        what = "They are" if number is None else "It is"
+        logger.warning("%s: %s %s started again and given the weights.", who, reason, what)
 
     def _start_again(self, number: int) -> None:
-        future: Future[RayReplica] = Future()
-        self._reviving[number] = future
-
-        def start() -> None:
-            try:
-                future.set_result(self._revive(number))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # A daemon: where Ray is gone, a call may never return, and must not keep this process.
-        threading.Thread(target=start, name=f"restart-{number}", daemon=True).start()
+        self._reviving[number] = in_daemon(partial(self._revive, number), f"restart-{number}")
 
     def _await_revived(self) -> None:
         while self._reviving:

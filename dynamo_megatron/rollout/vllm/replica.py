@@ -7,6 +7,7 @@ takes the responses that are complete. Runs in a Ray actor; nothing here knows o
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -85,6 +86,10 @@ class Replica:
             parameters=self._rpc("dynamo_parameters")[0],
             kv_cache_tokens=_kv_cache_tokens(self._engine),
         )
+
+    def alive(self) -> int:
+        """The number of this process; asks nothing of the engine."""
+        return os.getpid()
 
     def exchange(
         self,

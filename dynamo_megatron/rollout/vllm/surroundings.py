@@ -14,6 +14,8 @@ from contextlib import contextmanager
 def quiet_start() -> Iterator[None]:
     """Keep Ray's hands off this process's signals, and its words off the terminal."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A call that nobody collects belongs to a replica that is lost; that is said in our words.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray's 15 would let anything else on the node keep a replica waiting.
     os.environ.setdefault("RAY_worker_niceness", "0")
     main = threading.current_thread() is threading.main_thread()

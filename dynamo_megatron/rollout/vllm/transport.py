@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dynamo_megatron.rollout.vllm.gloo_backend import BACKEND, Rendezvous, broadcast_flat
+from dynamo_megatron.rollout.vllm.own_folder import WEIGHTS, make_folder
+from dynamo_megatron.rollout.vllm.threads import in_daemon
 
 LOOPBACK = "127.0.0.1"
 
@@ -176,7 +178,7 @@ class GlooTransport:
         self.close()
         local = self._address == LOOPBACK
         if local:
-            self._folder = tempfile.mkdtemp(prefix="dynamo-weights-")
+            self._folder = make_folder(WEIGHTS)
         meeting = {
             "file": os.path.join(self._folder, "store") if self._folder else None,
             "host": self._address,
@@ -194,8 +196,17 @@ class GlooTransport:
             )
             for place, replica in enumerate(replicas)
         ]
-        self._group = Rendezvous(**meeting, address=self._address).join(0)
-        self._wait(tickets)
+        # Beside the wait: a replica that is lost meanwhile is known at once, the meeting itself
+        # only gives up after its time limit.
+        meet = Rendezvous(**meeting, address=self._address).join
+        joined = in_daemon(partial(meet, 0), "weights-meeting")
+        try:
+            self._wait(tickets)
+        except Exception:
+            if joined.done():
+                joined.result()  # why they waited in vain, if it was this end
+            raise
+        self._group = joined.result(self._timeout_s)
 
     def send(self, replicas: Sequence[Peer], bucket: Bucket, stored: Any) -> None:
         """Broadcast the bucket while every worker receives."""

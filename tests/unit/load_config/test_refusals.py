@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_megatron.load_config import load_config
 from tests.unit.load_config.conftest import GOOD, error_of, problems_of
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
@@ -211,3 +212,14 @@ def test_all_problems_are_listed_together(good: Path):
     assert "4 problems in the configuration" in error_of(
         good, "lr=1", "run.num_steps=0", "a=1", "b=1"
     )
+
+
+@pytest.mark.parametrize("address", ["foo", "host:", "host:0", "host:70000", "ray://host:10001"])
+def test_an_address_where_no_ray_head_can_be_is_refused_with_the_form_it_has(good, address):
+    found = error_of(good, f'rollout.vllm.ray_address="{address}"')
+    assert "rollout.vllm.ray_address" in found and "HOST:PORT" in found
+
+
+@pytest.mark.parametrize("address", ["auto", "head-7.example:6379", "[fe80::1]:6379"])
+def test_addresses_of_ray_heads_pass(good, address):
+    load_config(good, [f'rollout.vllm.ray_address="{address}"'])

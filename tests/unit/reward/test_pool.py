@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.reward.pool import INTEGER_ANSWER, RewardError, RewardPool
-from dynamo_megatron.reward.worker import load_verifier, verify
+from dynamo_megatron.reward.worker import MAX_PRINTED, load_verifier, verify
 from dynamo_megatron.types import FinishReason, Prompt, Rollout, Verdict, VerdictStatus
 
 HERE = "tests.unit.reward.verifiers"
@@ -183,6 +183,15 @@ def test_workers_that_were_killed_while_idle_are_replaced_at_no_cost(pool, tmp_p
 def test_what_a_verifier_prints_or_reads_stays_out_of_the_protocol(pool):
     verdicts = pool.score([item("print hello"), item("read_input"), item("value int")])
     assert [(v.status, v.reward) for v in verdicts] == [(OK, 1.0), (OK, 0.0), (OK, 2.0)]
+
+
+def test_a_verifier_that_prints_without_end_is_heard_only_at_first(capfd):
+    with RewardPool(f"{HERE}:behave", workers=1, timeout_s=30.0) as pool:
+        verdicts = pool.score([item(f"print {'words ' * 100}") for _ in range(50)])
+    assert [v.status for v in verdicts] == [OK] * 50
+    said = capfd.readouterr().err
+    assert said.count("words") == pytest.approx(MAX_PRINTED / 6, abs=5)
+    assert said.count("printed more than") == 1
 
 
 def test_a_child_that_a_verifier_forks_does_not_answer_for_a_later_item():

@@ -1,6 +1,7 @@
 """What a failed call on Ray says to people. Run by ``test_own_process``: it imports Ray."""
 
 import pytest
+from ray._private import services
 from ray.exceptions import (
     ActorDiedError,
     ObjectLostError,
@@ -11,7 +12,34 @@ from ray.exceptions import (
 
 from dynamo_megatron.rollout.errors import RequestRefusedError, RolloutError
 from dynamo_megatron.rollout.vllm.cluster import ReplicaLostError, translated
+from dynamo_megatron.rollout.vllm.connection import join_ray
 from dynamo_megatron.rollout.vllm.llm_engine import ReplicaError
+
+
+def error_of_joining_auto() -> str:
+    with pytest.raises(RolloutError) as caught:
+        join_ray("auto")
+    return str(caught.value)
+
+
+def test_auto_is_what_ray_address_names(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {"10.0.0.1:6379"})
+    assert "ray_address=auto, which is 127.0.0.1:1: " in error_of_joining_auto()
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (set(), "no Ray runs on this node, and RAY_ADDRESS is not set"),
+        ({"127.0.0.1:1"}, "ray_address=auto, which is 127.0.0.1:1: "),
+        ({"b:2", "a:1"}, "2 Rays run on this node: a:1, b:2. Set rollout.vllm.ray_address"),
+    ],
+)
+def test_auto_is_the_only_ray_on_this_node(found, text, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: found)
+    assert text in error_of_joining_auto()
 
 
 def failed(cause: Exception) -> RayTaskError:

@@ -140,7 +140,7 @@ def started(monkeypatch):
     replica = Replica(settings())
     facts = replica.start()
     assert (facts.parameters, facts.kv_cache_tokens) == (5, 128)
-    assert facts.process.pid == os.getpid()
+    assert facts.process.pid == os.getpid() == replica.alive()
     yield replica, engine
     engine.frozen = False
     replica.close()

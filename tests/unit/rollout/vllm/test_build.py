@@ -109,6 +109,13 @@ def test_nccl_without_a_gpu_is_an_error():
         build.build_vllm_engine(spec(transport="nccl"))
 
 
+@pytest.mark.parametrize("tensor", [3, 16])
+def test_a_replicas_gpus_must_share_the_attention_heads_evenly(tmp_path, tensor):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
+    with pytest.raises(RolloutError, match=rf"tensor={tensor} does not .* one of 1, 2, 4, 8\."):
+        build.build_vllm_engine(spec(model_dir=tmp_path, tensor=tensor))
+
+
 def test_an_nccl_buffer_holds_the_largest_bucket(tmp_path):
     (tmp_path / "model-1.safetensors").write_bytes(bytes(3 * MIB))
     (tmp_path / "model-2.safetensors").write_bytes(bytes(5 * MIB))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from dynamo_megatron.rollout.vllm.cluster import ReplicaLostError
 from dynamo_megatron.rollout.vllm.gloo_backend import Rendezvous, broadcast_flat, split_flat
 from dynamo_megatron.rollout.vllm.transport import (
     LOOPBACK,
@@ -255,6 +257,42 @@ def _reconnect() -> list:
 
 def test_gloo_forms_a_new_group_when_a_replica_was_replaced():
     assert in_child(_reconnect) == [False, 0, 1, 1]
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, "127.0.0.2"])
+def test_a_replica_that_is_lost_while_the_group_forms_is_known_at_once(address):
+    class Lost:
+        host = LOOPBACK
+
+        def call(self, method, *args):
+            return method
+
+    def wait(tickets):
+        raise ReplicaLostError("its process died: killed by signal 9.")
+
+    transport = GlooTransport(wait, workers_per_replica=1, address=address, timeout_s=60.0)
+    begin = time.monotonic()
+    with pytest.raises(ReplicaLostError, match="its process died"):
+        transport.connect([Lost()])
+    assert time.monotonic() - begin < 20.0
+    transport.close()
+
+
+def test_a_group_that_this_end_cannot_form_says_why():
+    class Deaf:
+        host = LOOPBACK
+
+        def call(self, method, *args):
+            return method
+
+    def wait(tickets):
+        time.sleep(1.0)
+        raise RuntimeError("Wait timeout")
+
+    transport = GlooTransport(wait, workers_per_replica=1, address="192.0.2.77", timeout_s=60.0)
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        transport.connect([Deaf()])
+    assert "Wait timeout" not in str(caught.value)
 
 
 def test_the_object_store_transport_sends_each_replica_the_reference():

@@ -1,4 +1,4 @@
-"""The temporary folder of a Ray that is started here; those of killed runs are removed."""
+"""Temporary folders that say whose they are, so that those of killed runs can be removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from dynamo_megatron.rollout.vllm.processes import ProcessId, is_gone, own_process
 
-PREFIX = "dynamo-ray-"
+RAY, WEIGHTS = "dynamo-ray-", "dynamo-weights-"
+"""How the folders are called: of a Ray that is started here, and where weights are handed over."""
 OWNER_NAME = "owner.json"
 SHORT_TEMP = 40
 """Ray's sockets lie under its folder, and a socket's path has at most 107 characters."""
@@ -20,18 +21,21 @@ SHORT_TEMP = 40
 logger = logging.getLogger(__name__)
 
 
-def make_ray_folder() -> str:
+def make_folder(prefix: str) -> str:
     """A new folder that says whose it is; what a killed process left is cleared away first.
 
     A process that is killed by SIGKILL, or for memory, cannot remove its own: tens to hundreds of
     megabytes each.
+
+    Args:
+        prefix: ``RAY`` or ``WEIGHTS``.
     """
     temp = _short_temp()
-    for folder in temp.glob(f"{PREFIX}*"):
+    for folder in temp.glob(f"{prefix}*"):
         if _is_abandoned(folder):
             logger.info("removing %s, which a run left that was killed", folder)
             shutil.rmtree(folder, ignore_errors=True)
-    made = tempfile.mkdtemp(prefix=PREFIX, dir=temp)
+    made = tempfile.mkdtemp(prefix=prefix, dir=temp)
     (Path(made) / OWNER_NAME).write_text(json.dumps(asdict(own_process())), encoding="utf-8")
     return made
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_megatron.rollout.vllm.own_folder import RAY, WEIGHTS, make_folder
 from dynamo_megatron.rollout.vllm.processes import own_process
-from dynamo_megatron.rollout.vllm.ray_folder import make_ray_folder
 
 
 @pytest.fixture
@@ -39,12 +39,14 @@ def test_the_folder_of_a_process_that_is_no_more_is_removed_and_no_other(temp):
     ]
     killed = left(temp, "killed", asdict(dead))
     (temp / "dynamo-ray-link").symlink_to(killed)
-    new = Path(make_ray_folder())
+    weights = Path(make_folder(WEIGHTS))
+    assert killed.exists() and weights.name.startswith("dynamo-weights-")
+    new = Path(make_folder(RAY))
     assert not killed.exists()
     assert all((folder / "session").is_dir() for folder in kept)
     assert new.parent == temp and new.stat().st_mode & 0o077 == 0
     assert json.loads((new / "owner.json").read_text()) == asdict(own)
-    make_ray_folder()
+    make_folder(RAY)
     assert new.exists()
 
 
@@ -52,7 +54,7 @@ def test_in_a_long_temporary_folder_ray_could_open_no_socket(tmp_path, monkeypat
     long = tmp_path / ("x" * 60)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    made = Path(make_ray_folder())
+    made = Path(make_folder(RAY))
     try:
         assert made.parent == Path("/tmp")
     finally:
