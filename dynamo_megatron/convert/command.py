@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import math
 import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dynamo_megatron.assets import BUILTIN_MODELS, model_folder
 
 if TYPE_CHECKING:
     from dynamo_megatron.convert.conversion import Conversion
@@ -26,9 +31,11 @@ examples:
 
 One process on a CPU; one decoder layer is in memory at a time. Every conversion ends with a check
 of all tensors, bit by bit, and of the logits of a probe batch in transformers and in
-Megatron-Core. A conversion that fails leaves nothing behind.
+Megatron-Core. A conversion that fails leaves nothing behind. The check of a pair also
+compares config.json, tokenizer, chat template and generation settings with what is converted.
 
-exit code: 0 converted and checked, 1 not converted (or the pair differs), 2 wrong arguments.
+exit code: 0 converted and checked, 1 not converted (or the pair differs), 2 wrong arguments,
+130 interrupted.
 """
 
 
@@ -44,57 +51,115 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     # Conversion needs no GPU, and must not take Transformer Engine's layers where there is one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    with _Interruption() as interruption, _warnings_said():
+        try:
+            lines = _run(arguments, interruption)
+        except KeyboardInterrupt:
+            return _interrupted()
+        except Exception as error:
+            # torch and others turn an interruption into errors of their own.
+            return _interrupted() if interruption.arrived else _failed(error)
+    _print(lines)
+    return 0
+
+
+class _Interruption:
+    """Ctrl-C and SIGTERM: remembered, and raised once, so that cleaning up is not interrupted."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Ignored in a shell's background: it stays so.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._arrive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _arrive(self, *_: object) -> None:
+        if not self.arrived:
+            self.arrived = True
+            raise KeyboardInterrupt
+
+    def progress(self, items: Iterable) -> Iterator:
+        """A bar; it ends where an interruption was lost on its way."""
+        from tqdm import tqdm
+
+        # None: only where standard error is a terminal.
+        for item in tqdm(items, disable=None, leave=False):
+            if self.arrived:
+                raise KeyboardInterrupt
+            yield item
+
+
+@contextmanager
+def _warnings_said() -> Iterator[None]:
+    """Warnings of this package on standard error."""
+    logger = logging.getLogger("dynamo_megatron")
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("dynamo-megatron convert: warning: %(message)s"))
+    logger.addHandler(handler)
     try:
-        return _run(arguments)
-    except KeyboardInterrupt:
-        _say("interrupted; nothing was left behind.")
-        return 128 + signal.SIGINT
+        yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        logger.removeHandler(handler)
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _interrupted() -> int:
+    _say("interrupted; nothing was left behind.")
+    return 128 + signal.SIGINT
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _failed(error: Exception) -> int:
+    from dynamo_megatron.checkpoint.errors import CheckpointError
+
+    if not isinstance(error, (ValueError, CheckpointError, OSError)):
+        raise error
+    _say(str(error))
+    return FAILED
+
+
+def _run(arguments: argparse.Namespace, interruption: _Interruption) -> str:
     import megatron_patches
 
     megatron_patches.apply()
     import torch
 
-    from dynamo_megatron.checkpoint.errors import CheckpointError
     from dynamo_megatron.convert import conversion
 
     hf_out = arguments.direction == "to-hf"
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     source = arguments.source if hf_out else None
-    try:
-        if arguments.check_only:
-            pair = (arguments.input, arguments.out) if hf_out else (arguments.out, arguments.input)
-            written = "hf" if hf_out else "megatron"
-            report = conversion.check(*pair, written=written, source=source, progress=_bar)
-            _print(_check_line(report))
-            return 0
-        if hf_out:
-            done = conversion.to_hf(
-                arguments.input,
-                arguments.out,
-                source=source,
-                dtype=dtype,
-                shard_bytes=int(arguments.shard_gib * 2**30),
-                progress=_bar,
-            )
-        else:
-            done = conversion.to_megatron(
-                arguments.input, arguments.out, dtype=dtype, progress=_bar
-            )
-    except (ValueError, CheckpointError, OSError) as error:
-        _say(str(error))
-        return FAILED
-    _print(_done_lines(done))
-    return 0
+    if arguments.check_only:
+        pair = (arguments.input, arguments.out) if hf_out else (arguments.out, arguments.input)
+        report = conversion.check(
+            *pair,
+            written="hf" if hf_out else "megatron",
+            source=source,
+            dtype=dtype,
+            progress=interruption.progress,
+        )
+        return _check_line(report)
+    if hf_out:
+        done = conversion.to_hf(
+            arguments.input,
+            arguments.out,
+            source=source,
+            dtype=dtype,
+            shard_bytes=int(arguments.shard_gib * 2**30),
+            progress=interruption.progress,
+        )
+    else:
+        done = conversion.to_megatron(
+            arguments.input, arguments.out, dtype=dtype, progress=interruption.progress
+        )
+    return _done_lines(done)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     to_hf.add_argument("input", type=Path, metavar="CHECKPOINT", help="a folder step_...")
     to_hf.add_argument(
         "--source",
-        type=Path,
+        type=_model_folder,
         metavar="DIR",
         help="Hugging Face folder with config.json and tokenizer (default: that in the checkpoint)",
     )
@@ -120,13 +185,15 @@ def _parser() -> argparse.ArgumentParser:
     to_megatron = directions.add_parser(
         "to-megatron", help="Hugging Face folder in, weights-only checkpoint out"
     )
-    to_megatron.add_argument("input", type=Path, metavar="HF", help="a model folder")
+    to_megatron.add_argument(
+        "input", type=_model_folder, metavar="HF", help="a model folder, or builtin:tiny"
+    )
     for direction in (to_hf, to_megatron):
         direction.add_argument("out", type=Path, metavar="OUT", help="new folder")
         direction.add_argument(
             "--dtype",
             choices=("float32", "bfloat16", "float16"),
-            help="of the weights written (default: as they are)",
+            help="of the weights written (default: as they are; with --check-only: any)",
         )
         direction.add_argument(
             "--check-only", action="store_true", help="compare an existing pair, write nothing"
@@ -135,17 +202,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
     return value
 
 
-def _bar(items: Iterable) -> Iterator:
-    from tqdm import tqdm
-
-    # None: only where standard error is a terminal.
-    return iter(tqdm(items, disable=None, leave=False))
+def _model_folder(text: str) -> Path:
+    if text.startswith("builtin:") and text not in BUILTIN_MODELS:
+        names = ", ".join(BUILTIN_MODELS)
+        raise argparse.ArgumentTypeError(f"{text}: the built-in models are {names}")
+    return model_folder(text)
 
 
 def _done_lines(done: Conversion) -> str:

@@ -7,20 +7,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dynamo_megatron.checkpoint.export import write_companions
-from dynamo_megatron.checkpoint.manifest import different_keys
+from dynamo_megatron.checkpoint.manifest import MARKER, different_keys
 from dynamo_megatron.checkpoint.megatron import HF_FOLDER
+from dynamo_megatron.convert.companions import check_written_hf, check_written_megatron
+from dynamo_megatron.convert.dtypes import dtype_to_write
 from dynamo_megatron.convert.errors import ConversionError
-from dynamo_megatron.convert.folder import new_folder
+from dynamo_megatron.convert.folder import new_folder, require_new
+from dynamo_megatron.convert.probe import one_layer_config
 from dynamo_megatron.convert.reading import CheckpointWeights
 from dynamo_megatron.convert.self_check import CheckReport, check_pair, require_hf
 from dynamo_megatron.convert.writing import CheckpointWriter
 from dynamo_megatron.hf.architecture import Architecture, padded_vocab_size, read_architecture
-from dynamo_megatron.hf.files import check_tokenizer
+from dynamo_megatron.hf.files import CONFIG, check_companions, companion_files, has_tokenizer
 from dynamo_megatron.hf.mapping import (
     Kind,
     checkpoint_key,
@@ -34,7 +38,6 @@ from dynamo_megatron.hf.writer import SHARD_BYTES, SafetensorsWriter
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Of one tensor-parallel rank; other layouts make their own padding rows when they load.
 _VOCAB_MULTIPLE = 128
 
@@ -86,8 +89,9 @@ def to_hf(
         OSError: writing failed.
     """
     weights = CheckpointWeights(checkpoint)
+    require_new(out, checkpoint, *([source] if source else []))
     source, arch = _source_of(weights, source)
-    check_tokenizer(source, arch)
+    _require_usable(source, arch)
     dtype = dtype or weights.dtype
     num_bytes = _num_bytes(arch, dtype)
     with new_folder(out, num_bytes=num_bytes) as partial:
@@ -101,6 +105,7 @@ def to_hf(
             writer.close()
         write_companions(source, partial, dtype)
         written = time.perf_counter()
+        check_written_hf(partial, source, dtype)
         check = check_pair(partial, weights, arch, written="hf", progress=progress)
         checked = time.perf_counter()
     weights.close()
@@ -131,11 +136,16 @@ def to_megatron(
         CheckpointError: ``out`` has files in it.
         OSError: writing failed.
     """
+    if (model_dir / MARKER).is_file():
+        raise ConversionError(
+            f"{model_dir} is a checkpoint already: to-hf makes a Hugging Face folder of it."
+        )
     arch = read_architecture(model_dir)
-    check_tokenizer(model_dir, arch)
+    require_new(out, model_dir)
+    _require_usable(model_dir, arch)
     with SafetensorsReader(model_dir) as reader:
         require_hf(reader, arch)
-        dtype = dtype or _dtype_of(reader)
+        dtype = dtype_to_write(reader, dtype)
         num_bytes = _num_bytes(arch, dtype)
         with new_folder(out, num_bytes=num_bytes) as partial:
             started = time.perf_counter()
@@ -144,6 +154,7 @@ def to_megatron(
                 writer.complete(arch, model_dir)
             written = time.perf_counter()
             weights = CheckpointWeights(partial)
+            check_written_megatron(weights, model_dir, dtype)
             check = check_pair(model_dir, weights, arch, written="megatron", progress=progress)
             weights.close()
             checked = time.perf_counter()
@@ -179,25 +190,50 @@ def check(
     checkpoint: Path,
     model_dir: Path,
     *,
-    written: str,
+    written: Literal["hf", "megatron"],
     source: Path | None = None,
+    dtype: torch.dtype | None = None,
     progress: Progress = iter,
 ) -> CheckReport:
-    """Compare an existing pair (see ``self_check.check_pair``).
+    """Compare an existing pair: tensors and logits, and what stands beside them.
+
+    Args:
+        checkpoint: one of the pair.
+        model_dir: the other.
+        written: which of the two came out of a conversion.
+        source: where a written folder's configuration and tokenizer came from; the checkpoint's
+            own by default.
+        dtype: what the written weights must have, if it matters.
+        progress: wraps iterations.
 
     Raises:
-        ValueError, CheckpointError: they are not the same model, or one cannot be read.
+        ValueError, CheckpointError: they are not the same model, what was written is not what a
+            conversion writes, or one cannot be read.
     """
     weights = CheckpointWeights(checkpoint)
     arch = read_architecture(model_dir)
     _require_architecture(weights, arch, model_dir)
-    if source is not None:
-        _require_architecture(weights, read_architecture(source), source)
-    check_tokenizer(model_dir, arch)
-    direction = "hf" if written == "hf" else "megatron"
-    report = check_pair(model_dir, weights, arch, written=direction, progress=progress)
+    _require_usable(model_dir, arch)
+    if written == "hf":
+        source, _ = _source_of(weights, source)
+        check_written_hf(model_dir, source, dtype)
+    else:
+        check_written_megatron(weights, model_dir, dtype)
+    report = check_pair(model_dir, weights, arch, written=written, progress=progress)
     weights.close()
     return report
+
+
+def _require_usable(source: Path, arch: Architecture) -> None:
+    """Refuse, before any work, what would fail the check or not load in transformers."""
+    check_companions(source, arch)
+    one_layer_config(source)
+    if not has_tokenizer(source):
+        logger.warning(
+            "%s has no tokenizer: the result has none either, and cannot be trained or sampled "
+            "from until one is put into it.",
+            source,
+        )
 
 
 def _source_of(weights: CheckpointWeights, source: Path | None) -> tuple[Path, Architecture]:
@@ -208,6 +244,13 @@ def _source_of(weights: CheckpointWeights, source: Path | None) -> tuple[Path, A
             "version saved it). Name the Hugging Face folder that the run started from: --source "
             "DIR."
         )
+    if source is None:
+        names = [f"{HF_FOLDER}/{name}" for name in (CONFIG, *companion_files(inside))]
+        if strangers := sorted(set(names) - weights.manifest.files.keys()):
+            raise ConversionError(
+                f"{weights.folder} was saved without {', '.join(strangers)}: it was changed. "
+                "Delete what was added, or name a folder with what you want: --source DIR."
+            )
     source = source or inside
     arch = read_architecture(source)
     _require_architecture(weights, arch, source)
@@ -222,16 +265,6 @@ def _require_architecture(weights: CheckpointWeights, arch: Architecture, source
             f"{source}/config.json describes another model than {weights.folder} was saved from. "
             f"{'; '.join(differences)}. Name the folder that the run started from."
         )
-
-
-def _dtype_of(reader: SafetensorsReader) -> torch.dtype:
-    found = sorted({reader.dtype(name) for name in reader.names()})
-    if len(found) != 1 or found[0] not in _DTYPES:
-        raise ConversionError(
-            f"{reader.model_dir} has weights of the dtypes {', '.join(found)}; a checkpoint has "
-            "one, and conversion is exact only where it is the same. Choose one: --dtype bfloat16."
-        )
-    return _DTYPES[found[0]]
 
 
 def _num_bytes(arch: Architecture, dtype: torch.dtype) -> int:

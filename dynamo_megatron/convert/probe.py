@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from dynamo_megatron.actor.model import HeadSettings, build_model
 from dynamo_megatron.actor.topology import Topology, init_topology
 from dynamo_megatron.convert.errors import ConversionError
 from dynamo_megatron.hf.architecture import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _NUM_TOKENS = 32
 # The last of them far apart: the slow rotary frequencies, and their scaling, hardly turn before.
@@ -54,17 +58,35 @@ def single_process() -> Iterator[Topology]:
         dist.destroy_process_group()
 
 
+def one_layer_config(model_dir: Path) -> PretrainedConfig:
+    """The configuration as transformers reads it, with a single layer.
+
+    Raises:
+        ConversionError: transformers does not read it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+    except Exception as error:  # its validation raises anything
+        raise ConversionError(
+            f"transformers cannot read {model_dir}/config.json ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}): correct the file, or copy it again."
+        ) from None
+    if config.get_text_config().num_hidden_layers > 1:
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+    return config
+
+
 class HfLayers:
     """Modules of transformers' own model; parameters come and go with each layer."""
 
     def __init__(self, model_dir: Path, positions_T: Tensor) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_dir)
-        if config.get_text_config().num_hidden_layers > 1:
-            config.num_hidden_layers = 1
-            if getattr(config, "layer_types", None):
-                config.layer_types = config.layer_types[:1]
+        config = one_layer_config(model_dir)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self._layer, self._norm = model.model.layers[0], model.model.norm

@@ -213,7 +213,8 @@ def _refuse_other_kinds(folder: Path) -> None:
         raise ConversionError(f"{folder} is no folder: give a checkpoint, such as step_00000100.")
     if (folder / MARKER).exists():
         return
-    if any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*")):
+    legacy = folder.resolve().name.startswith("mp_rank_")
+    if legacy or any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*")):
         raise ConversionError(
             f"{folder} is a legacy Megatron-LM checkpoint (mp_rank_* folders: pickled, and cut for "
             "one layout). It is not read. Load it in Megatron-LM with --use-checkpoint-args and "

@@ -7,6 +7,7 @@ transformers as to Megatron-Core: they know nothing of the mapping's fusing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dynamo_megatron.convert.dtypes import name_of
 from dynamo_megatron.convert.errors import ConversionError
 from dynamo_megatron.convert.probe import HfLayers, MegatronLayers, probe_tokens, single_process
 from dynamo_megatron.convert.reading import CheckpointWeights
@@ -24,7 +26,7 @@ from dynamo_megatron.hf.mapping import Entry, fuse, hf_shapes, parameter_table
 from dynamo_megatron.hf.reader import SafetensorsReader
 
 TOLERANCE = 1e-4
-"""Largest difference of logits, in units of the largest logit (or of 1, if that is larger).
+"""Largest difference of logits, in units of the largest logit.
 
 Float32 of 40 layers differs by 1e-6 to 1e-5 between the two implementations; a wrong mapping by 1.
 """
@@ -142,17 +144,12 @@ def check_pair(
         hf_TH = theirs.norm(hf_TH, hf_weight)
         megatron_TH = ours.norm(megatron_TH, megatron_weight)
         (hf_weight,), megatron_weight = pair.read(head[0])
-        difference, largest = _compare_logits(
-            hf_TH, hf_weight, megatron_TH, megatron_weight[: arch.vocab_size]
-        )
-    if not difference <= TOLERANCE * max(1.0, largest):
-        raise ConversionError(
-            f"transformers and Megatron-Core compute other logits from the same tensors: they "
-            f"differ by {difference:.3g}, with logits up to {largest:.3g}. Something in "
-            f"{model_dir}/config.json means another model to transformers than to this trainer."
-        )
+        logits = _compare_logits(hf_TH, hf_weight, megatron_TH, megatron_weight[: arch.vocab_size])
+    logits.require_equal(model_dir)
     return CheckReport(
-        num_tensors=pair.num_tensors, max_logit_difference=difference, max_logit=largest
+        num_tensors=pair.num_tensors,
+        max_logit_difference=logits.difference,
+        max_logit=logits.largest,
     )
 
 
@@ -203,6 +200,12 @@ class _Pair:
                 f"{', '.join(entry.hf)} in {self._reader.model_dir} and {entry.megatron[-1]} in "
                 f"{self._weights.folder} hold different numbers."
             )
+        if not fused.isfinite().all():
+            raise ConversionError(
+                f"{', '.join(entry.hf)} of {self._reader.model_dir} holds NaN or infinite numbers "
+                f"in {name_of(fused.dtype)}: the model computes nothing. If they are finite in the "
+                "source, another --dtype holds them; otherwise the weights are damaged."
+            )
         self._seen.update(entry.hf)
         return parts, full
 
@@ -214,16 +217,56 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Logits:
+    """Logits of both, over the probe batch.
+
+    Attributes:
+        difference: the largest between the two; NaN or infinite where one is.
+        low: the smallest of transformers'.
+        high: the largest of transformers'.
+    """
+
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def largest(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    def require_equal(self, model_dir: Path) -> None:
+        if not all(map(math.isfinite, (self.difference, self.low, self.high))):
+            raise ConversionError(
+                f"the logits of {model_dir} are not finite in float32, so that nothing was checked "
+                "by them: its weights are too large to compute with. They are damaged, or their "
+                "scale is."
+            )
+        if not self.difference <= TOLERANCE * self.largest:
+            raise ConversionError(
+                f"transformers and Megatron-Core compute other logits from the same tensors: they "
+                f"differ by {self.difference:.3g}, with logits up to {self.largest:.3g}. Something "
+                f"in {model_dir}/config.json means another model to transformers than to this "
+                "trainer."
+            )
+        if not self.high - self.low > TOLERANCE * self.largest:
+            raise ConversionError(
+                f"the outputs of {model_dir} carry no information: all logits of a probe batch "
+                f"are {self.high:.3g}, so that nothing was checked by them. Its weights "
+                "(such as the final norm) are zero, damaged, or too large to compute with."
+            )
+
+
 def _compare_logits(
     a_TH: Tensor, a_weight_VH: Tensor, b_TH: Tensor, b_weight_VH: Tensor
-) -> tuple[float, float]:
-    """Largest difference, and largest logit; a piece of the vocabulary at a time."""
-    difference = largest = 0.0
+) -> _Logits:
+    """Compare the logits of both, a piece of the vocabulary at a time."""
+    found = []
     pieces = zip(a_weight_VH.split(_VOCAB_ROWS), b_weight_VH.split(_VOCAB_ROWS), strict=True)
     for a_weight, b_weight in pieces:
         logits = a_TH @ a_weight.float().T
         distance = (logits - b_TH @ b_weight.float().T).abs().max()
-        # max() of Python would drop a NaN.
-        difference = float(torch.maximum(torch.tensor(difference), distance))
-        largest = max(largest, float(logits.abs().max()))
-    return difference, largest
+        found.append(torch.stack([distance, -logits.min(), logits.max()]))
+    # Of a tensor: max() of Python would drop a NaN.
+    difference, low, high = torch.stack(found).max(dim=0).values.tolist()
+    return _Logits(difference=difference, low=-low, high=high)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 from pathlib import Path
+from typing import Any
 
 from dynamo_megatron.hf.architecture import Architecture, ArchitectureError
 
@@ -23,6 +25,8 @@ COPIED_FILES = (
     "spiece.model",
 )
 """Files that are copied; ``additional_chat_templates/*.jinja`` too."""
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def companion_files(model_dir: Path) -> list[Path]:
@@ -46,6 +50,41 @@ def config_with_dtype(model_dir: Path, dtype: str) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def has_tokenizer(model_dir: Path) -> bool:
+    """Is there a file of which a tokenizer can be made?"""
+    return any((model_dir / name).is_file() for name in _TOKENIZERS)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object.
+
+    Raises:
+        ArchitectureError: it holds something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ArchitectureError(f"{path} is not JSON ({error}): copy it again.") from None
+    if not isinstance(raw, dict):
+        raise ArchitectureError(
+            f"{path} holds a JSON {type(raw).__name__} where an object belongs: it cannot be used. "
+            "Copy it again."
+        )
+    return raw
+
+
+def check_companions(model_dir: Path, arch: Architecture) -> None:
+    """Refuse small files that are broken, and a tokenizer that is not the model's.
+
+    Raises:
+        ArchitectureError: a ``*.json`` is no JSON object, or see ``check_tokenizer``.
+    """
+    for name in companion_files(model_dir):
+        if name.suffix == ".json":
+            read_object(model_dir / name)
+    check_tokenizer(model_dir, arch)
+
+
 def check_tokenizer(model_dir: Path, arch: Architecture) -> None:
     """Refuse a tokenizer that makes tokens which the embedding does not have.
 
@@ -58,17 +97,18 @@ def check_tokenizer(model_dir: Path, arch: Architecture) -> None:
     if not path.is_file():
         return
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_object(path)
         vocab = raw["model"].get("vocab", {})
         ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
         ids += [token["id"] for token in raw.get("added_tokens", ())]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        largest = max((operator.index(number) for number in ids), default=-1)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ArchitectureError(
             f"{path} is not a tokenizer ({type(error).__name__}: {error}): copy it again."
         ) from None
-    if ids and max(ids) >= arch.vocab_size:
+    if largest >= arch.vocab_size:
         raise ArchitectureError(
-            f"{path} makes token ids up to {max(ids)}, and the embedding of the model has "
+            f"{path} makes token ids up to {largest}, and the embedding of the model has "
             f"{arch.vocab_size} rows (vocab_size of config.json): such tokens cannot be embedded. "
             "Take the tokenizer that belongs to the weights, or resize the embedding with "
             "transformers' resize_token_embeddings first."
