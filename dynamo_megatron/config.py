@@ -282,6 +282,16 @@ class OptimizerConfig(Section):
     distributed: bool = False
     """Megatron-Core's distributed optimizer: optimizer state sharded over data-parallel ranks."""
 
+    @model_validator(mode="after")
+    def _decay_after_warm_up(self) -> OptimizerConfig:
+        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
+            raise ValueError(
+                f"optimizer.decay_updates={self.decay_updates} with optimizer.warmup_updates="
+                f"{self.warmup_updates}: the decay would end before the peak is reached. Set "
+                "decay_updates to more than warmup_updates, or to null for the run's last update."
+            )
+        return self
+
 
 class EvaluationConfig(Section):
     """Held-out problems sampled and verified, at the start, at the end and in between.

@@ -223,3 +223,9 @@ def test_an_address_where_no_ray_head_can_be_is_refused_with_the_form_it_has(goo
 @pytest.mark.parametrize("address", ["auto", "head-7.example:6379", "[fe80::1]:6379"])
 def test_addresses_of_ray_heads_pass(good, address):
     load_config(good, [f'rollout.vllm.ray_address="{address}"'])
+
+
+def test_a_decay_that_ends_within_the_warm_up_is_refused(good):
+    found = error_of(good, "optimizer.warmup_updates=10", "optimizer.decay_updates=10")
+    assert "the decay would end before the peak is reached" in found
+    load_config(good, ["optimizer.warmup_updates=10", "optimizer.decay_updates=11"])
