@@ -39,6 +39,8 @@ def near_misses(answer: str) -> list[str]:
     return [
         *changed,
         f"{answer}+1",
+        f"{answer}\\text{{k}}",
+        f"{answer}\\ldots",
         f"7919, {answer}",
         f"{answer} \\text{{ or }} 7919",
         f"3 + {answer}",
@@ -59,6 +61,10 @@ def integer_misses(n: int) -> list[str]:
         f"\\frac{{{n}}}{{7}}" if n else "\\frac{1}{7}",
         f"{n}+1",
         f"{n}x" if n else "x",
+        f"{n}_{{12}}",
+        f"{n}\\text{{k}}",
+        f"{n} {n}",
+        f"{n} = {n + 1}",
     ]
 
 
