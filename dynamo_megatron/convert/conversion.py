@@ -213,12 +213,12 @@ def check(
     weights = CheckpointWeights(checkpoint)
     arch = read_architecture(model_dir)
     _require_architecture(weights, arch, model_dir)
-    _require_usable(model_dir, arch)
     if written == "hf":
         source, _ = _source_of(weights, source)
         check_written_hf(model_dir, source, dtype)
     else:
         check_written_megatron(weights, model_dir, dtype)
+    _require_usable(model_dir, arch)
     report = check_pair(model_dir, weights, arch, written=written, progress=progress)
     weights.close()
     return report

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers.models.auto.modeling_auto
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - once, and not in each forked child
 
 from dynamo_megatron.assets import TINY_POLICY
 from dynamo_megatron.convert import conversion

@@ -100,6 +100,40 @@ def test_mixed_dtypes_need_a_choice(model_dir, tmp_path):
     in_child(lambda: conversion.to_megatron(model_dir, tmp_path / "out", dtype=torch.float32))
 
 
+def test_float64_is_converted_where_another_dtype_is_asked_for(model_dir, tmp_path):
+    tensors = {name: tensor.double() for name, tensor in tensors_of(model_dir).items()}
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    match = "dtype F64, and a checkpoint's are .*--dtype float32"
+    _refused(conversion.to_megatron, model_dir, tmp_path / "out", ConversionError, match)
+    in_child(lambda: conversion.to_megatron(model_dir, tmp_path / "out", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_quantized_weights_are_refused_whatever_is_asked_for(dtype, model_dir, tmp_path):
+    tensors = tensors_of(model_dir)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+    def convert(source, out):
+        conversion.to_megatron(source, out, dtype=torch.bfloat16)
+
+    _refused(convert, model_dir, tmp_path / "out", ConversionError, "quantized or no weights")
+
+
+def test_a_checkpoint_is_no_model_folder(tiny, tmp_path):
+    match = "is a checkpoint already: to-hf"
+    _refused(conversion.to_megatron, tiny, tmp_path / "out", ConversionError, match)
+
+
+def test_a_folder_that_is_no_model_is_refused_without_words_of_a_run(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(ArchitectureError, match=r"has no config\.json") as caught:
+        conversion.to_megatron(source, tmp_path / "out")
+    assert "model.path" not in str(caught.value)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "lose", "marker", "config"])
 def test_damaged_checkpoint(damage, tiny, tmp_path):
     source = shutil.copytree(tiny, tmp_path / "checkpoint")
@@ -137,7 +171,7 @@ def test_legacy_checkpoints_are_refused_with_a_way_out(tmp_path):
     folder = tmp_path / "iter_0000100"
     (folder / "mp_rank_00").mkdir(parents=True)
     (folder / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
-    for given in (folder, tmp_path):
+    for given in (folder, folder / "mp_rank_00", tmp_path):
         match = r"legacy Megatron-LM checkpoint .*torch_dist"
         with pytest.raises(ConversionError, match=match):
             in_child(lambda g=given: conversion.to_hf(g, tmp_path / "out"))

@@ -99,3 +99,64 @@ def test_check_only_passes_a_pair_and_refuses_a_changed_one(tiny, tmp_path):
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConversionError, match=r"model\.norm\.weight .* different numbers"):
         in_child(lambda: conversion.check(tiny, out, written="hf"))
+
+
+def changed(folder: Path, **factors: float) -> None:
+    tensors = tensors_of(folder)
+    for name, factor in factors.items():
+        tensors[name] *= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [{"model.norm.weight": 0.0}, {"lm_head.weight": 0.0}, {"model.embed_tokens.weight": 1e30}],
+    ids=["norm", "head", "embedding"],
+)
+def test_logits_that_say_nothing_fail_the_check(factors, tmp_path):
+    model_dir = write_model(tmp_path / "hf", "qwen3")
+    changed(model_dir, **factors)
+    out = tmp_path / "out"
+    _fails(lambda: conversion.to_megatron(model_dir, out), out, "carry no information.*nothing was")
+
+
+def test_logits_that_are_not_finite_fail_the_check(tmp_path):
+    model_dir = write_model(tmp_path / "hf", "qwen3")
+    changed(model_dir, **{"model.norm.weight": 1e30, "lm_head.weight": 1e30})
+    out = tmp_path / "out"
+    _fails(lambda: conversion.to_megatron(model_dir, out), out, "not finite.*nothing was checked")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_named(value, tmp_path):
+    model_dir = write_model(tmp_path / "hf", "qwen3")
+    changed(model_dir, **{"model.layers.2.mlp.up_proj.weight": value})
+    out = tmp_path / "out"
+    match = r"layers\.2\.mlp\.up_proj\.weight .*NaN or infinite numbers in float32"
+    _fails(lambda: conversion.to_megatron(model_dir, out), out, match)
+
+
+def test_a_number_that_the_asked_dtype_does_not_hold_is_named(tmp_path):
+    model_dir = write_model(tmp_path / "hf", "qwen3")
+    changed(model_dir, **{"model.norm.weight": 1e6})
+    out = tmp_path / "out"
+    convert = conversion.to_megatron
+    match = r"model\.norm\.weight .*infinite numbers in float16.*another --dtype"
+    _fails(lambda: convert(model_dir, out, dtype=torch.float16), out, match)
+
+
+def test_small_logits_are_compared_in_their_own_units(tmp_path, monkeypatch):
+    # A wrong fusing makes differences of about the largest logit, here 1e-6.
+    model_dir = write_model(tmp_path / "hf", "qwen3")
+    changed(model_dir, **{"lm_head.weight": 1e-6})
+    fuse = conversion.fuse
+
+    def swapped(kind, parts, arch):
+        return fuse(kind, parts[::-1] if kind == "gate_up" else parts, arch)
+
+    out = tmp_path / "out"
+    report = in_child(lambda: conversion.to_megatron(model_dir, tmp_path / "right").check)
+    assert 0 < report.max_logit < 1e-4
+    monkeypatch.setattr(conversion, "fuse", swapped)
+    monkeypatch.setattr("dynamo_megatron.convert.self_check.fuse", swapped)
+    _fails(lambda: conversion.to_megatron(model_dir, out), out, "compute other logits")
