@@ -20,7 +20,7 @@ def model_folder(path: str) -> Path:
     if path.startswith("builtin:"):
         if path not in BUILTIN_MODELS:
             raise ValueError(
-                f"model.path={path}: the built-in models are {', '.join(BUILTIN_MODELS)}. "
+                f"{path}: the built-in models are {', '.join(BUILTIN_MODELS)}. "
                 "Use one of them, or a Hugging Face model folder."
             )
         return BUILTIN_MODELS[path]

@@ -16,6 +16,7 @@ from dynamo_megatron.data.tables import arrow_objects, parquet_objects
 FileKind = Literal["jsonl", "json", "parquet", "arrow"]
 
 _SHOWN = 80
+_KIND = "The kind is what the file's name ends in, unless a run's configuration says it (kind)."
 
 
 def read_problem_file(
@@ -50,7 +51,7 @@ def read_problem_file(
     if not (path.is_file() or (kind in ("parquet", "arrow") and path.is_dir())):
         raise DataError(
             f"the data {'folder' if kind == 'arrow' else 'file'} {path} does not exist (seen from "
-            f"{Path.cwd()}). Correct the path of the source under data.train or data.heldout."
+            f"{Path.cwd()}). Correct the path."
         )
     readers = {
         "jsonl": _jsonl_objects,
@@ -106,8 +107,8 @@ def _jsonl_objects(path: Path) -> Iterator[tuple[str, Any]]:
                 ) from error
             if isinstance(value, list):
                 raise DataError(
-                    f"{where} is a list, not an object. If the file is one JSON list, set "
-                    "kind: json for this source."
+                    f"{where} is a list, not an object. If the file is one JSON list, it is of "
+                    f"kind json. {_KIND}"
                 )
             yield where, value
 
@@ -121,13 +122,13 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
         values = _parse(text)
     except ValueError as error:
         raise DataError(
-            f"{path} is not one JSON value: {error}. If each line is an object of its own, set "
-            "kind: jsonl for this source; if the end is missing, copy the file again."
+            f"{path} is not one JSON value: {error}. If the end is missing, copy the file again; "
+            f"if each line is an object of its own, it is of kind jsonl. {_KIND}"
         ) from error
     if not isinstance(values, list):
         raise DataError(
             f"{path} holds {json_type(values)}, not a list of problems. If each line is an "
-            "object of its own, set kind: jsonl for this source."
+            f"object of its own, it is of kind jsonl. {_KIND}"
         )
     for number, value in enumerate(values, start=1):
         yield f"{path}, item {number}", value

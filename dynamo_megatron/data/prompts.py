@@ -12,6 +12,10 @@ from dynamo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# How the two callers of this package name these.
+_TEMPLATE = "data.template of a run, --template of eval"
+_LIMIT = "data.max_prompt_tokens of a run, --max-prompt-tokens of eval"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedPrompts:
@@ -49,7 +53,7 @@ def tokenize_prompts(
             none is left.
     """
     if not problems:
-        raise DataError("there is no problem to make a prompt of: give data.train a source.")
+        raise DataError("there is no problem to make a prompt of: name a source of problems.")
     encode = _encode_chat if template == "chat" else _encode_raw
     token_ids = encode(problems, tokenizer)
     prompts = tuple(
@@ -66,13 +70,13 @@ def tokenize_prompts(
     if not prompts:
         shortest = min(len(ids) for ids in token_ids)
         raise DataError(
-            f"all {len(problems)} prompts are longer than data.max_prompt_tokens="
-            f"{max_prompt_tokens}; the shortest has {shortest} tokens. Raise the limit."
+            f"all {len(problems)} prompts are longer than {max_prompt_tokens} tokens; the shortest "
+            f"has {shortest}. Raise the limit ({_LIMIT})."
         )
     for prompt in prompts:
         if not prompt.token_ids:
             raise DataError(
-                f"the prompt of problem {prompt.text[:80]!r} has no token with data.template="
+                f"the prompt of problem {prompt.text[:80]!r} has no token with the template "
                 f"{template}: the model would have nothing to continue. Remove the problem."
             )
     return TokenizedPrompts(prompts=prompts, dropped_overlong=len(problems) - len(prompts))
@@ -83,8 +87,8 @@ def _encode_chat(
 ) -> list[list[int]]:
     if tokenizer.chat_template is None:
         raise DataError(
-            "data.template=chat, but the tokenizer has no chat template (a base model has none). "
-            "Set data.template=raw, or add a chat_template to the model folder."
+            f"the chat template is asked for ({_TEMPLATE}), but the tokenizer has none, like those "
+            "of base models. Set it to raw, or add a chat_template to the model folder."
         )
     conversations = [
         [
@@ -106,8 +110,8 @@ def _encode_raw(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase)
     if with_system:
         raise DataError(
             f"{len(with_system)} of {len(problems)} problems, such as {with_system[0][:80]!r}, "
-            "have a system message, for which data.template=raw has no place. Set "
-            "data.template=chat."
+            "have a system message, for which raw text has no place. Choose the chat template "
+            f"({_TEMPLATE})."
         )
     token_ids = tokenizer(texts)["input_ids"]
     ended = [
@@ -119,7 +123,7 @@ def _encode_raw(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase)
         raise DataError(
             f"{len(ended)} of {len(texts)} prompts, such as {ended[0][:80]!r}, end with the "
             f"end-of-sequence token {tokenizer.eos_token!r}: the model would answer what is over. "
-            "Switch off the tokenizer's add_eos_token (or its post-processor), or set "
-            "data.template=chat."
+            "Switch off the tokenizer's add_eos_token (or its post-processor), or choose the chat "
+            f"template ({_TEMPLATE})."
         )
     return token_ids

@@ -91,8 +91,8 @@ def _field(item: Any, key: str, where: str, option: str) -> Any:
     value = _lookup(item, key)
     if value is _MISSING:
         raise DataError(
-            f"{where} has no {key!r}; its keys are {sorted(item)}. Name the right one with "
-            f"{option} of this source."
+            f"{where} has no {key!r}; its keys are {sorted(item)}. Rename the right one in the "
+            f"file, or name it in a run's configuration ({option})."
         )
     return value
 
@@ -115,7 +115,7 @@ def _text(value: Any, where: str, key: str) -> str:
     if not isinstance(value, str):
         raise DataError(
             f"{where}: {key!r} is {json_type(value)}; a problem must be a string. Convert the "
-            "file, or name another key with problem_key of this source."
+            "file, or name another key in a run's configuration (problem_key)."
         )
     if not value.strip():
         raise DataError(f"{where}: {key!r} is empty. Remove the record or write its problem.")
@@ -157,8 +157,8 @@ def _answer_text(value: Any, where: str, key: str) -> str:
         problem = f"{value}, which no response can equal"
     raise DataError(
         f"{where}: {key!r} is {problem}; a reference answer must be a string or a number, else no "
-        "response could be right. Complete the record, or name another key with answer_key of this "
-        "source."
+        "response could be right. Complete the record, or name another key in a run's "
+        "configuration (answer_key)."
     )
 
 

@@ -40,8 +40,8 @@ def parquet_objects(path: Path) -> Iterator[tuple[str, Any]]:
                 yield from _rows(file, table.iter_batches(batch_size=_BATCH_ROWS))
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"{file} cannot be read as parquet: {error}. Copy it again, or set kind to what "
-                "it is."
+                f"{file} cannot be read as parquet: {error}. Copy it again, or, if it is of "
+                "another kind, rename it after that."
             ) from error
 
 
@@ -81,7 +81,7 @@ def _stream_files(path: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is no data set that save_to_disk wrote: its state.json cannot be used "
-            f"({error!r}). Correct the path, or export the data as parquet and set kind: parquet."
+            f"({error!r}). Correct the path, or export the data as parquet."
         ) from error
     return files
 

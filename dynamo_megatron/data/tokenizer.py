@@ -29,7 +29,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not Path(path).is_dir():
         raise DataError(
             f"the model folder {path} does not exist (seen from {Path.cwd()}). Download the model "
-            "first and set model.path to its folder; nothing is fetched during a run."
+            "first and give the path of its folder; nothing is fetched on the way."
         )
     if not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(

@@ -77,7 +77,7 @@ def parse_reference(answer: str) -> str:
     if reference is None:
         raise ValueError(
             f"the reference answer {answer[:80]!r} is not an integer, so no response could be "
-            "right. Leave such problems out, or set reward.kind=function with a verifier for them."
+            "right. Leave such problems out, or choose a verifier for them."
         )
     return reference
 

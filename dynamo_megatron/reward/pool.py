@@ -48,6 +48,9 @@ MAX_DEATHS = 2
 MAX_FAILED_STARTS = 3
 """So many workers in a row that do not start end the run."""
 
+# How the two callers name a user's verifier, and a built-in one.
+_OPTION = "reward.function of a run, --verifier of eval"
+_KIND = "reward.kind of a run, --verifier of eval"
 _POLL_S = 0.1
 _SPEC = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _LOG = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class RewardPool:
         if not _SPEC.fullmatch(verifier):
             raise ValueError(
                 f"the verifier {verifier!r} is not of the form module:function, such as "
-                "my_rewards.math:score. Change reward.function."
+                f"my_rewards.math:score. Change it ({_OPTION})."
             )
         if workers < 1 or not timeout_s > 0:
             raise ValueError(
@@ -345,7 +348,7 @@ class RewardPool:
             f"no worker can start with the verifier {self._verifier!r}; the last one: {how}. "
             f"Workers run {sys.executable} and import {module!r} along sys.path = {sys.path} and "
             f"the working folder {os.getcwd()}. "
-            "Correct reward.function, or put the module's folder on PYTHONPATH; "
+            f"Correct it ({_OPTION}), or put the module's folder on PYTHONPATH; "
             f"`{sys.executable} -c 'import {module}'` shows the import on its own."
         )
 
@@ -390,7 +393,7 @@ def _check_references(prompts: Sequence[Prompt]) -> None:
     if unreadable:
         examples = "; ".join(f"{p.source}/{p.id}: {p.answer[:60]!r}" for p in unreadable[:3])
         raise RewardError(
-            f"reward.kind=integer_answer, but {len(unreadable)} of {len(prompts)} reference "
+            f"the verifier is integer_answer, but {len(unreadable)} of {len(prompts)} reference "
             f"answers are not integers ({examples}): no response to them could ever be right. "
-            "Leave these problems out, or set reward.kind=math or your own verifier."
+            f"Leave these problems out, or choose math or your own verifier ({_KIND})."
         )

@@ -69,8 +69,8 @@ def read_entry(answer: str) -> dict[str, Any]:
         pass
     raise ValueError(
         f"the reference {answer[:80]!r} is no reasoning-gym entry (JSON with "
-        "metadata.source_dataset). Take problems from a source of kind reasoning_gym, or set "
-        "another reward.kind."
+        "metadata.source_dataset). Take problems that reasoning_gym generates, or choose another "
+        "verifier."
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.evaluate.fingerprint import verifier_fingerprint
 from dynamo_megatron.evaluate.samples import SampleFile
 from dynamo_megatron.evaluate.summary import summarise
 from dynamo_megatron.parallel.control import ControlPlane
@@ -49,6 +50,7 @@ def config(run_dir, **evaluation) -> Config:
             "data": {"train": [{"kind": "arithmetic", "num_problems": 9, "split": "train"}]},
             "evaluation": {"samples": 4, **evaluation},
             "observe": {"plots": evaluation.get("report", True)},
+            "reward": {"kind": "function", "function": SAME_TEXT},
         }
     )
 
@@ -103,6 +105,8 @@ def test_the_folder_is_that_of_the_command_with_the_same_figures(tmp_path):
     with SampleFile(out / "samples.jsonl") as file:
         samples = list(file.read())
     assert [(s.id, s.k) for s in samples] == [(p.id, k) for p in PROMPTS for k in range(4)]
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["verifier_source"] == verifier_fingerprint(SAME_TEXT) is not None
     record = json.loads((out / "summary.json").read_text())
     assert [row["source"] for row in record["results"]] == ["x", "y", "all"]
     by_hand = {

@@ -35,7 +35,9 @@ def test_raw_encodes_the_text_as_the_tokenizer_does(bos, ids):
 
 
 def test_chat_without_a_template_says_what_to_set():
-    with pytest.raises(DataError, match=r"Set data\.template=raw"):
+    with pytest.raises(
+        DataError, match=r"\(data\.template of a run, --template of eval\).*Set it to raw"
+    ):
         tokenize([SHORT], make_tokenizer(chat=False), "chat")
 
 
@@ -52,7 +54,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted(limit, kept, dropped):
 
 
 def test_nothing_left_is_an_error_with_the_numbers():
-    with pytest.raises(DataError, match=r"all 2 prompts.*max_prompt_tokens=3.*shortest has 4 to"):
+    with pytest.raises(DataError, match=r"all 2 prompts.*longer than 3 tokens.*shortest has 4"):
         tokenize([SHORT, LONG], make_tokenizer(chat=False), "raw", 3)
     with pytest.raises(DataError, match="no problem"):
         tokenize([], make_tokenizer(chat=False), "raw")

@@ -22,7 +22,6 @@ from dynamo_megatron.evaluate.answers import normal_form
             r"\(5\)",
             r"\text{5}",
             "**5**",
-            r"\left. 5\right.".replace(".", ""),
         ],
         ["0", "-0", "0.00", "0/7"],
         ["50%", r"50\%", r"50.0 \%", "$50$%"],

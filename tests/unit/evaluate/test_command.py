@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -186,11 +187,52 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(tmp_path, capsys, op
     assert not (tmp_path / "out" / "samples.jsonl").exists()
 
 
+PROBLEM = '{"problem": "Compute 1+1", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("a.jsonl", '{"problem": "Compute 1+1", "solution": "2"}\n', []),
+        ("a.jsonl", '{"problem": 1, "answer": "2"}\n', []),
+        ("a.jsonl", '{"problem": "Compute 1+1", "answer": null}\n', []),
+        ("a.jsonl", f"[{PROBLEM}]", []),
+        ("a.json", PROBLEM + PROBLEM, []),
+        ("a.json", PROBLEM, []),
+        ("a.parquet", "no parquet", []),
+        ("a.jsonl", PROBLEM, ["--max-prompt-tokens", "1"]),
+        ("a.jsonl", PROBLEM, ["--verifier", "nonsense"]),
+        ("a.jsonl", PROBLEM, ["--verifier", "no_such_module:score"]),
+        ("a.jsonl", PROBLEM.replace('"2"', '"two"'), ["--verifier", "integer_answer"]),
+        (
+            "a.json",
+            '[{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],'
+            ' "answer": "2"}]',
+            ["--template", "raw"],
+        ),
+    ],
+)
+def test_no_message_asks_for_a_key_that_an_evaluation_does_not_have(
+    tmp_path, capsys, name, content, options
+):
+    (tmp_path / name).write_text(content)
+    command = ["eval", "builtin:tiny", "--data", str(tmp_path / name), *options]
+    assert main([*command, "--out", str(tmp_path / "out")]) in (1, 2)
+    said = capsys.readouterr().err.partition("dynamo-megatron eval: ")[2]
+    assert said and not re.search("(of|for) (this|the) source|set kind", said)
+    if re.search(r"\b(data|reward|model|rollout)\.[a-z_]+", said):
+        assert re.search(r"of a run, --[a-z-]+ of eval", said)
+    for key in ("answer_key", "problem_key", "(kind)"):
+        assert key not in said or "a run's configuration" in said
+
+
 def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
     assert main(["eval", str(tmp_path / "gone"), *SMALL]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "does not exist" in said and "model.path" not in said
     assert main(["eval", "builtin:huge", *SMALL]) == 2
-    assert "built-in models are builtin:tiny" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "built-in models are builtin:tiny" in said and "model.path" not in said
 
 
 @pytest.mark.parametrize(
