@@ -49,6 +49,7 @@ class Replica:
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         self._engine: Any = None
+        self._vocabulary = 0
         self._version: int | None = None
         self._inbox: deque[tuple[SampleRequest, Sampling]] = deque()
         self._outbox: list[Sample] = []
@@ -78,6 +79,7 @@ class Replica:
                 end_process(predecessor)
             prepare_environment(self._settings)
             self._engine = _buildable(self._settings)
+            self._vocabulary = self._engine.vllm_config.model_config.get_vocab_size()
             if self._settings.load_weights:
                 self._version = 0
             self._thread.start()
@@ -245,20 +247,29 @@ class Replica:
         while self._inbox:
             request, sampling = self._inbox.popleft()
             try:
+                self._require_known_tokens(request)
                 self._engine.add_request(
                     request.key,
                     {"prompt_token_ids": list(request.token_ids)},
                     sampling_params(request, sampling, self._settings.stop_token_ids),
                 )
-            except ValueError as error:  # vLLM's word for what it cannot serve
+            except ValueError as error:  # also vLLM's word for what it cannot serve
                 self._refuse(request, error)
             else:
                 self._held[request.key] = sampling.version, time.time()
 
+    def _require_known_tokens(self, request: SampleRequest) -> None:
+        """Without a tokenizer vLLM does not look: it reads beyond its embedding, or takes zeros."""
+        unknown = [t for t in request.token_ids if not 0 <= t < self._vocabulary]
+        if unknown:
+            raise ValueError(
+                f"token id {unknown[0]} is not in the model's vocabulary of {self._vocabulary}."
+            )
+
     def _refuse(self, request: SampleRequest, error: ValueError) -> None:
         logger.error("vLLM does not take a request", exc_info=error)
         with self._completed:
-            self._refusal = (
+            self._refusal = self._refusal or (
                 f"vLLM does not take request {request.key} with {len(request.token_ids)} prompt "
                 f"tokens: {str(error).strip()}"
             )

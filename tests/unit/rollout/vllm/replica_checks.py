@@ -78,7 +78,10 @@ def output(key: str, tokens=(5, 2), reason: str | None = "stop", finished: bool 
 class Engine:
     """Finishes every request in the second step after it came."""
 
-    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=8, block_size=16))
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=8, block_size=16),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 6),
+    )
 
     def __init__(self) -> None:
         self.age: dict[str, int] = {}
@@ -324,6 +327,15 @@ def test_a_request_that_vllm_refuses_is_named_and_the_engine_goes_on(started):
         collect(replica, 2, [request("a"), request("b")])
     replica.cancel()
     assert replica.exchange([], sampling(), 0.01).unfinished == 0
+
+
+@pytest.mark.parametrize("token", [6, -1])
+def test_a_token_beyond_the_embedding_never_reaches_vllm(started, token):
+    replica, engine = started
+    unknown = SampleRequest(key="b", token_ids=(3, token), seed=1)
+    with pytest.raises(RequestRefusedError, match=f"token id {token} is not in .* vocabulary of 6"):
+        replica.exchange([unknown], sampling(), PATIENCE_S)
+    assert engine.added == []
 
 
 def test_without_weights_of_its_own_a_replica_waits_for_an_update(monkeypatch):
