@@ -122,23 +122,7 @@ def check_pair(
         hf_TH, megatron_TH = hf[0][tokens_T].float(), megatron[tokens_T].float()
         del hf, megatron
         for entries in progress(layers):
-            tensors = {entry: pair.read(entry) for entry in entries}
-            hf_TH = theirs.layer(
-                hf_TH,
-                {
-                    _inner(name, entry): part
-                    for entry, (parts, _) in tensors.items()
-                    for name, part in zip(entry.hf, parts, strict=True)
-                },
-            )
-            megatron_TH = ours.layer(
-                megatron_TH,
-                {
-                    tuple(_inner(name, entry) for name in entry.megatron): full
-                    for entry, (_, full) in tensors.items()
-                },
-            )
-            del tensors
+            hf_TH, megatron_TH = _through_layer(theirs, ours, pair, entries, hf_TH, megatron_TH)
             reader.forget()
         (hf_weight,), megatron_weight = pair.read(norm[0])
         hf_TH = theirs.norm(hf_TH, hf_weight)
@@ -151,6 +135,28 @@ def check_pair(
         max_logit_difference=logits.difference,
         max_logit=logits.largest,
     )
+
+
+def _through_layer(
+    theirs: HfLayers,
+    ours: MegatronLayers,
+    pair: _Pair,
+    entries: list[Entry],
+    hf_TH: Tensor,
+    megatron_TH: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Hidden states of both after one layer; its tensors are let go of."""
+    tensors = {entry: pair.read(entry) for entry in entries}
+    hf = {
+        _inner(name, entry): part
+        for entry, (parts, _) in tensors.items()
+        for name, part in zip(entry.hf, parts, strict=True)
+    }
+    megatron = {
+        tuple(_inner(name, entry) for name in entry.megatron): full
+        for entry, (_, full) in tensors.items()
+    }
+    return theirs.layer(hf_TH, hf), ours.layer(megatron_TH, megatron)
 
 
 def _stages(arch: Architecture) -> Iterator[list[Entry]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 
 
 class WeightsError(ValueError):
@@ -26,8 +27,8 @@ class SafetensorsReader:
     """Tensors of a model folder: those that transformers loads from it.
 
     They are in ``model.safetensors``, or in the files of an index. A folder with both is refused:
-    transformers and inference engines take different ones. Other files are not read, nor are
-    pickled weights.
+    transformers and inference engines take different ones. So is one with an adapter. Other files
+    are not read, nor are pickled weights.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -140,6 +141,12 @@ class SafetensorsReader:
 
 def _weight_map(model_dir: Path) -> dict[str, str] | None:
     """File of each tensor, or None where there is one file."""
+    if (model_dir / _ADAPTER).is_file():
+        raise WeightsError(
+            f"{model_dir} holds an adapter ({_ADAPTER}), which transformers adds to the weights "
+            "where peft is installed and which is not read here. Merge it with peft's "
+            "merge_and_unload and save the result, or delete the adapter's files."
+        )
     single, index = model_dir / SINGLE_NAME, model_dir / INDEX_NAME
     if single.is_file() and index.is_file():
         raise WeightsError(

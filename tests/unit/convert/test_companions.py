@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from dynamo_megatron.assets import TINY_POLICY
-from dynamo_megatron.convert import conversion
+from dynamo_megatron.convert import command, conversion
 from dynamo_megatron.convert.errors import ConversionError
 from dynamo_megatron.hf.architecture import ArchitectureError
 from tests.forked import in_child
@@ -156,12 +155,14 @@ def test_what_transformers_does_not_read_is_refused_before_any_work(tmp_path):
         in_child(lambda: conversion.to_megatron(source, tmp_path / "out"))
 
 
-def test_a_source_without_a_tokenizer_is_converted_with_a_warning(tmp_path, caplog):
+def test_a_source_without_a_tokenizer_is_converted_with_a_warning(tmp_path, capfd):
     source = write_model(tmp_path / "hf", "smollm2")
-
-    def work():
-        with caplog.at_level(logging.WARNING):
-            conversion.to_megatron(source, tmp_path / "out")
-        return [record.getMessage() for record in caplog.records]
-
-    assert any("has no tokenizer" in message for message in in_child(work))
+    for arguments in (
+        ["to-megatron", str(source), str(tmp_path / "megatron")],
+        ["to-hf", str(tmp_path / "megatron"), str(tmp_path / "out")],
+    ):
+        assert in_child(lambda given=arguments: command.main(given)) == 0
+        said = capfd.readouterr()
+        assert "convert: warning: " in said.err and "has no tokenizer" in said.err
+        assert "tensors equal bit by bit" in said.out
+    assert not list((tmp_path / "out").glob("token*"))

@@ -57,6 +57,13 @@ def test_one_file_beside_an_index_is_refused(tmp_path):
     refused(tmp_path, r"weights twice: model\.safetensors, which transformers loads.*Delete")
 
 
+def test_an_adapter_that_transformers_would_add_is_refused(tmp_path):
+    write(tmp_path, "model.safetensors", a=1)
+    write(tmp_path, "adapter_model.safetensors", b=1)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused(tmp_path, r"holds an adapter \(adapter_config\.json\).*merge_and_unload")
+
+
 def test_files_without_the_usual_name_or_an_index_are_refused(tmp_path):
     refused(tmp_path, r"has neither .*\(others there: none")
     write(tmp_path, "mine.safetensors", a=1)
