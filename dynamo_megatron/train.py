@@ -161,7 +161,7 @@ def _run(config: Config, control, stop, on_failure) -> None:
             control.set_phase("train")
             state = train(parts, state, saved_step=saved_step)
         except Exception as error:
-            if on_failure is not None:
+            if on_failure is not None and not control.blames_another(error):
                 on_failure(error)
             control.fail(error)
             raise

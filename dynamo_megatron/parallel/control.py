@@ -103,6 +103,10 @@ class ControlPlane:
             time.sleep(2 * self._timeout_s)
         self._accuse(error)
 
+    def blames_another(self, error: BaseException) -> bool:
+        """Whether the error is most likely the loss of another rank, which is still to be named."""
+        return _blames_connection(error)
+
     def fail(self, error: BaseException) -> None:
         """This rank ends because of ``error``, and may take its time to close what it holds.
 
