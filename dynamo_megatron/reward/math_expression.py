@@ -100,7 +100,8 @@ def _exact(expression: Any) -> Any:
     if not isinstance(expression, Basic | MatrixBase):
         return expression
     exact: dict[Any, Any] = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
-    for symbol in expression.atoms(Symbol):
+    symbols: set[Any] = expression.atoms(Symbol)
+    for symbol in symbols:
         # Whether symbols are real depends on how an i is spaced: 2 + 3i and 2 + 3 i would differ.
         if symbol.name == "i":
             exact[symbol] = I
@@ -142,6 +143,8 @@ def _repeats(text: str, expression: Any) -> bool:
 
 
 def _same_elements(found: list[str], reference: list[str]) -> bool:
+    if len(found) != len(reference):
+        return False
     left = [parse_expression(part) for part in reference]
     for part in found:
         value = parse_expression(part)
@@ -149,7 +152,7 @@ def _same_elements(found: list[str], reference: list[str]) -> bool:
         if match is None:
             return False
         left.remove(match)
-    return not left
+    return True
 
 
 @lru_cache(maxsize=1)

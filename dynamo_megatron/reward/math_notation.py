@@ -14,9 +14,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-NUMBER = r"[+\-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)?(?:\.[0-9]++)?"
-_DECIMAL = re.compile(rf"(?=[+\-\u2212]?\.?[0-9]){NUMBER}(?:[eE][+-]?[0-9]{{1,3}})?")
-_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|math(?:rm|bf|it)|operatorname)\s*\{"
+_NUMBER = r"[+\-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)?(?:\.[0-9]++)?"
+_DECIMAL = re.compile(rf"(?=[+\-\u2212]?\.?[0-9]){_NUMBER}(?:[eE][+-]?[0-9]{{1,3}})?")
+_TEXT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|[mh]box|emph|math(?:rm|bf|it|sf|tt|cal)|operatorname)"
+    r"\s*\{"
+)
 _TEXT_GROUP = re.compile(rf"{_TEXT}([^{{}}]*)\}}")
 _POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\})|[\u00b2\u00b3])"
 _TEXT_TAIL = re.compile(rf"(/|\\cdot)?\s*{_TEXT}([^{{}}]*)\}}({_POWER})?\s*\Z")
@@ -27,10 +30,12 @@ _VALUE_END = re.compile(r"[0-9A-Za-z})\]%]\Z")
 _UNIT_WORD = re.compile(
     r"dollars?|cents?|euros?|pounds?|rupees?|degrees?|radians?|square|cubic|sq|cu"
     r"|sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|yrs?"
-    r"|miles?|mi|feet|foot|ft|inch(?:es)?|in|yards?|yd|acres?|units?|people|persons?|points?|ways?"
+    r"|miles?|mi|feet|foot|ft|inch(?:es)?|in|yards?|yd|acres?|units?|people|persons?|points?|ways?|times|usd"
+    r"|(?:ton(?:ne)?|byte|bit|joule|newton|watt|volt|ohm|knot)s?|celsius|fahrenheit|kelvin|mol|rad"
     r"|(?:kilo|centi|milli)?(?:met(?:er|re)s?|grams?|lit(?:er|re)s?)|gallons?|ounces?|oz|lbs?"
-    r"|(?:k|c|m)m|k?g|m[gl]|mph|kmh|[mshgl]"
+    r"|(?:k|c|m)m|k?g|m[gl]|mph|kmh"
 )
+_UNIT_LETTERS = frozenset("mshglL")  # not M, which is a million
 _SCALES = {
     "hundred": 10**2,
     "thousand": 10**3,
@@ -39,12 +44,13 @@ _SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
+_UNFINISHED = ("per", "square", "cubic", "sq", "cu")
 # Words of a problem that say something about the number before them.
 _NO_UNIT = re.compile(
     r"not|no|non|none|never|nor|and|or|plus|minus|less|more|over|under|above|below|than|only|about"
     r"|almost|nearly|around|approximately|roughly|between|least|most|up|to|from|by|mod|modulo|base"
     r"|negative|squared|cubed|factorial|percent|percentage|half|halves|both|either|false|wrong"
-    r"|incorrect|double|twice|triple|if|when|where|unless|except|divided|multiplied|times|power"
+    r"|incorrect|double|twice|triple|if|when|where|unless|except|divided|multiplied|power"
     r"|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
     r"|millionth)s?|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
@@ -55,8 +61,15 @@ _THOUSANDS = re.compile(
 _DIGITS = r"(?:\{\s*([0-9]{1,9})\s*\}|([0-9]))"
 _FRACTION = rf"(?:\\[dt]?frac\s*{_DIGITS}\s*{_DIGITS})"
 _MIXED = re.compile(
-    rf"(?<![0-9.,_^{{}}A-Za-z])([0-9]{{1,15}}+)(?:\\[,;: ]|[\s~])*(?:{_FRACTION}"
+    rf"(?<![0-9._^}}A-Za-z])(?<!_\{{)([0-9]{{1,3}}(?:,[0-9]{{3}}){{1,4}}+|[0-9]{{1,15}}+)"
+    rf"(?:\\[,;: ]|[\s~])*(?:{_FRACTION}"
     r"|(?<=[\s~])([0-9]{1,9})\s*/\s*([0-9]{1,9}))(?![0-9.]|\s*[A-Za-z\\(^{])"
+)
+_SPACE = r"(?:\\[,;: ]|\\q?quad(?![a-z])|[\s~])"
+_ARGUMENT = r"(?<!frac[0-9])(?<!frac\s[0-9])(?<!binom[0-9])(?<!binom\s[0-9])(?<!_[0-9])"
+# math-verify would read 3(\frac12) as 3 1/2, and 3\frac32 as 3 + 3/2.
+_PRODUCT = re.compile(
+    rf"(?<=[0-9]){_ARGUMENT}\s*(?=(?:\\left\s*)?\(\s*\\[dt]?frac|\\[dt]?frac\s*\{{?\s*[0-9])"
 )
 _LIST_WORD = re.compile(
     rf",?\s*(?:{_TEXT}\s*(?:,\s*)?(?:and|or)\s*\}}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
@@ -68,13 +81,13 @@ _REWRITES = (
     (re.compile(r"\\(?:varnothing|emptyset)(?![A-Za-z])|\u2205|\A\\\{\s*\\\}\Z"), r"\\emptyset "),
     (re.compile(r"\A(?:=|\\approx(?:eq)?(?![A-Za-z])|\\simeq(?![A-Za-z])|\u2248)"), ""),
     # \boxed{\textbf{(C)}\ 13} is how many published solutions end.
-    (re.compile(rf"\A{_TEXT}\(?[A-E]\)?\s*\}}(?:\\[,;: ]|~|\s|\\q?quad(?![a-z]))+(?=\S)"), ""),
+    (re.compile(rf"\A{_TEXT}\([A-E]\)\s*\}}(?:\\[,;: ]|~|\s|\\q?quad(?![a-z]))*(?=\S)"), ""),
+    (re.compile(r'\A"([^"]*)"\Z'), r"\1"),
     (re.compile(rf"\A{_TEXT}\s*([^{{}}A-Za-z]*[0-9][^{{}}A-Za-z]*)\}}\Z"), r"\1"),
+    (re.compile(r"\A[A-Za-z]\s*\\in(?![A-Za-z])"), ""),
     (re.compile("\u2212"), "-"),
     (re.compile(r"\\!"), ""),
 )
-_SPACE = r"(?:\\[,;: ]|\\q?quad(?![a-z])|[\s~])"
-_ARGUMENT = r"(?<!frac[0-9])(?<!frac\s[0-9])(?<!binom[0-9])(?<!binom\s[0-9])(?<!_[0-9])"
 _MARKS = re.compile(
     r"""(?P<quote>['"`\u2018-\u201d\u2032\u2033]|\\prime(?![A-Za-z]))"""
     r"|(?P<dots>\\[lcvd]?dots[a-z]?(?![A-Za-z])|\u2026|\.\.)"
@@ -83,7 +96,8 @@ _MARKS = re.compile(
     r"|(?P<hex>(?<![0-9A-Za-z.])0[xXoObB][0-9A-Fa-f])"
     r"|(?P<points>\.[0-9]+(?=\.[0-9]))"
     rf"|(?P<gap>(?<=[0-9]){_ARGUMENT}(?:{_SPACE}|\{{\s*\}})+(?=\.?[0-9]))"
-    rf"|(?P<brace>(?<=[0-9]){_ARGUMENT}{_SPACE}*\{{\s*(?=\.?[0-9]))"
+    rf"|(?P<brace>(?<=[0-9]){_ARGUMENT}{_SPACE}*\{{\s*(?=\.?[0-9]|\\[dt]?frac))"
+    r"|(?P<transpose>(?<=[0-9)])\s*\^\s*\{?\s*T(?![A-Za-z]))"
     r"|(?P<phantom>\\[hv]?phantom)"
 )
 
@@ -113,7 +127,8 @@ def read(text: str, words: Set[str], *, trusted: bool = False) -> Reading:
     """
     body, factor = _without_unit(text, words, trusted=trusted)
     body = _LIST_WORD.sub(", ", body).strip()
-    body = _MIXED.sub(_sum, body)
+    body = _MIXED.sub(_improper, body)
+    body = _PRODUCT.sub(r" \\cdot ", body)
     body = _THOUSANDS.sub(lambda match: re.sub(r"[^0-9]", "", match[1]), body)
     # \mathrm{i} is i.
     return Reading(re.sub(rf"{_TEXT}\s*([A-Za-z])\s*\}}", r" \1 ", body), factor)
@@ -154,6 +169,7 @@ def _singular(word: str) -> set[str]:
 
 
 def _without_unit(text: str, words: Set[str], *, trusted: bool) -> Reading:
+    """The text before its unit; all of it where what follows the last number is no unit."""
     body, tail = text, ""
     while (match := _TEXT_TAIL.search(body)) and match.start():
         body = body[: match.start()].rstrip()
@@ -179,25 +195,31 @@ def _without_unit(text: str, words: Set[str], *, trusted: bool) -> Reading:
 def _scale(tail: str, words: Set[str], *, trusted: bool) -> int:
     """The factor of what stands after a number; 0 where it is no unit."""
     factor = 1
-    tail = re.sub(r"\\cdot|[~\u00b7]|\\[,;: ]", " ", tail.lower()).replace("/", " per ")
+    tail = re.sub(r"\\cdot|[~\u00b7]|\\[,;: ]", " ", tail).replace("/", " per ")
     tokens = [re.sub(rf"{_POWER}\Z", "", token) for token in re.sub(r"\s+\^", "^", tail).split()]
     tokens = [token.rstrip(".") for token in tokens]
-    while tokens and (scale := _SCALES.get(tokens[0].removesuffix("s"))):
+    while tokens and (scale := _SCALES.get(tokens[0].lower().removesuffix("s"))):
         factor *= scale
         tokens.pop(0)
-    if tokens and "per" in (tokens[0], tokens[-1]):
+    if tokens and (tokens[0] == "per" or tokens[-1] in _UNFINISHED):
         return 0
-    for token in tokens:
-        known = _UNIT_WORD.fullmatch(token) or token == "per" or _singular(token) & words
-        new = trusted and token.isalpha() and len(token) > 2 and not _NO_UNIT.fullmatch(token)
-        if not (known or new) or token.removesuffix("s") in _SCALES:
-            return 0
-    return factor
+    known = all(_is_unit(token, words, trusted=trusted) for token in tokens)
+    return factor if known else 0
 
 
-def _sum(match: re.Match[str]) -> str:
-    """A whole number with a proper fraction after it, as a sum."""
-    whole, above = int(match[1]), int(match[2] or match[3] or match[6])
+def _is_unit(token: str, words: Set[str], *, trusted: bool) -> bool:
+    word = token.lower()
+    if len(token) == 1:
+        return token in _UNIT_LETTERS
+    if word.removesuffix("s") in _SCALES or _NO_UNIT.fullmatch(word):
+        return False
+    known = _UNIT_WORD.fullmatch(word) or word == "per" or _singular(word) & words
+    return bool(known) or (trusted and word.isalpha() and len(word) > 2)
+
+
+def _improper(match: re.Match[str]) -> str:
+    """A whole number with a proper fraction after it, as one fraction."""
+    whole, above = int(match[1].replace(",", "")), int(match[2] or match[3] or match[6])
     below = int(match[4] or match[5] or match[7])
     if not 0 < above < below:
         return match[0]
