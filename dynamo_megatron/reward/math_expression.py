@@ -100,8 +100,8 @@ def _exact(expression: Any) -> Any:
     if not isinstance(expression, Basic | MatrixBase):
         return expression
     exact: dict[Any, Any] = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
-    symbols: set[Any] = expression.atoms(Symbol)
-    for symbol in symbols:
+    free: set[Any] = expression.free_symbols  # the i of a sum is not
+    for symbol in free:
         # Whether symbols are real depends on how an i is spaced: 2 + 3i and 2 + 3 i would differ.
         if symbol.name == "i":
             exact[symbol] = I
