@@ -68,6 +68,12 @@ def test_failed_verifications_are_in_no_rate_but_in_the_lengths():
     assert metrics["eval/length_mean"] == (4 * 4 + 19) / 5
 
 
+def test_failures_count_at_a_problem_that_an_earlier_source_has_too():
+    same = [sample(o, id=o, source=o, problem="Compute 1+1") for o in ("right", "error")]
+    metrics = result([*same, *problem("w", id="b", source="right")]).metrics()
+    assert metrics["eval/num"] == 2.0 and metrics["eval/failures"] == 1.0
+
+
 def test_without_a_verified_sample_nothing_is_claimed():
     found = result(problem("ee", id="a"))
     assert (found.num_problems, found.pass_at_1, found.low, found.high) == (0, 0.0, 0.0, 1.0)
