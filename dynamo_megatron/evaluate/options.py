@@ -94,6 +94,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--out", type=Path, help="folder of the results (evaluations/MODEL)")
     arguments = parser.parse_args(argv)
+    _require_sense(parser, arguments)
+    return arguments
+
+
+def _require_sense(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
     if arguments.greedy and arguments.samples > 1:
         parser.error(
             f"--greedy --samples {arguments.samples}: greedy samples of a problem are all the "
@@ -106,7 +112,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             check_temperature("--temperature", arguments.temperature)
         except ValueError as error:
             parser.error(str(error))
-    return arguments
 
 
 def _positive(text: str) -> int:
