@@ -72,7 +72,7 @@ def _blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
 def text_fingerprint(model_dir: Path) -> str:
     """Tells the tokenizers, chat templates and configurations of two model folders apart."""
     hashed = hashlib.sha256()
-    names = [p.relative_to(model_dir).as_posix() for p in (*_files(model_dir),)]
+    names = [p.relative_to(model_dir).as_posix() for p in _files(model_dir)]
     for name in sorted(names):
         content = (model_dir / name).read_bytes()
         hashed.update(f"{name}\0{len(content)}\0".encode() + content)
