@@ -39,6 +39,8 @@ class EngineSpec:
         dtype: name of the weights' type.
         replicas: copies of the model that share the work.
         tensor_parallel: GPUs or processes that each is split over.
+        kv_cache_mib: of each copy that vLLM serves, for keys and values; None: what a GPU has left,
+            256 without a GPU.
     """
 
     model_dir: Path
@@ -48,6 +50,7 @@ class EngineSpec:
     dtype: str
     replicas: int = 1
     tensor_parallel: int = 1
+    kv_cache_mib: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ def _vllm_engine(spec: EngineSpec) -> RolloutEngine:
             use_gpu=torch.cuda.is_available(),
             replicas=spec.replicas,
             tensor=spec.tensor_parallel,
+            kv_cache_mib=spec.kv_cache_mib,
             max_num_seqs=spec.batch_size,
             load_weights=True,
             transport="object_store",

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_megatron.evaluate.options import parse
+from dynamo_megatron.evaluate.options import as_options, parse
 
 if TYPE_CHECKING:
     from dynamo_megatron.evaluate.build import EvaluationProblems
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"dynamo-megatron eval: {error}\n")
         return USAGE_ERROR
     except (RolloutError, RewardError) as error:
-        sys.stderr.write(f"dynamo-megatron eval: {error}\n")
+        sys.stderr.write(f"dynamo-megatron eval: {as_options(str(error))}\n")
         return FAILED
     except KeyboardInterrupt:
         sys.stderr.write("stopped; the same command goes on from here\n")
@@ -144,6 +144,7 @@ def _sample(
             dtype=arguments.dtype,
             replicas=arguments.replicas,
             tensor_parallel=arguments.tensor_parallel,
+            kv_cache_mib=arguments.kv_cache_mib,
         )
         engine = build_engine(arguments.engine, spec)
         closing.callback(engine.close)

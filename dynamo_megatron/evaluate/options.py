@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,24 @@ a time writes into a folder. Greedy and sampled runs repeat: a sample depends on
 
 exit status: 0, 1 (also where not one sample could be verified), 2 for what cannot be used, 130.
 """
+
+
+_OPTION_OF_KEY = {
+    "rollout.vllm.replicas": "--replicas",
+    "rollout.vllm.tensor": "--tensor-parallel",
+    "rollout.vllm.max_num_seqs": "--batch-size",
+    "rollout.vllm.kv_cache_mib": "--kv-cache-mib",
+    "rollout.max_tokens": "--max-tokens",
+    "data.max_prompt_tokens": "--max-prompt-tokens",
+}
+"""Options by the keys that a run's configuration has for the same."""
+
+
+def as_options(message: str) -> str:
+    """A message of the rollout tier, in the words of this command."""
+    for key, option in _OPTION_OF_KEY.items():
+        message = re.sub(rf"{re.escape(key)}(?![a-z_])", option, message)
+    return message
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,6 +109,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         metavar="N",
         help="GPUs or processes of each copy (1); engine hf has one copy in one process",
+    )
+    add(
+        "--kv-cache-mib",
+        type=_positive,
+        metavar="MIB",
+        help="of each copy, engine vllm (what a GPU has left; 256 without a GPU)",
     )
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--out", type=Path, help="folder of the results (evaluations/MODEL)")

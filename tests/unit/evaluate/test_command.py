@@ -13,6 +13,7 @@ import pytest
 
 from dynamo_megatron.assets import TINY_POLICY
 from dynamo_megatron.cli import main
+from dynamo_megatron.evaluate.options import as_options
 from dynamo_megatron.evaluate.samples import SampleFile
 
 SMALL = ["--data", "arithmetic:5", "--max-tokens", "40", "--batch-size", "8"]
@@ -284,3 +285,23 @@ def test_a_killed_evaluation_ends_with_the_samples_of_an_uninterrupted_one(tmp_p
     assert main(["eval", "builtin:tiny", *options, "--out", str(out)]) == 0
     assert sorted(map(str, lines(out))) == sorted(map(str, lines(tmp_path / "whole")))
     assert result(out) == result(tmp_path / "whole")
+
+
+def test_the_rollout_tier_is_told_of_in_the_options_of_the_command():
+    assert (
+        as_options(
+            "rollout.vllm.tensor=3 does not fit: lower rollout.max_tokens or rollout.vllm.kv_cache_mib."
+        )
+        == "--tensor-parallel=3 does not fit: lower --max-tokens or --kv-cache-mib."
+    )
+
+
+def test_replicas_that_cannot_be_are_refused_in_the_options_of_the_command(tmp_path, capsys):
+    code = main(
+        [
+            *("eval", "builtin:tiny", "--data", "arithmetic:2", "--engine", "vllm"),
+            *("--tensor-parallel", "3", "--out", str(tmp_path / "out")),
+        ]
+    )
+    assert code == 1
+    assert "--tensor-parallel=3 does not divide the 8 attention heads" in capsys.readouterr().err
