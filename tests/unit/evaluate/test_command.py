@@ -288,20 +288,12 @@ def test_a_killed_evaluation_ends_with_the_samples_of_an_uninterrupted_one(tmp_p
 
 
 def test_the_rollout_tier_is_told_of_in_the_options_of_the_command():
-    assert (
-        as_options(
-            "rollout.vllm.tensor=3 does not fit: lower rollout.max_tokens or rollout.vllm.kv_cache_mib."
-        )
-        == "--tensor-parallel=3 does not fit: lower --max-tokens or --kv-cache-mib."
-    )
+    said = "rollout.vllm.tensor=3: lower rollout.max_tokens or rollout.vllm.kv_cache_mib."
+    assert as_options(said) == "--tensor-parallel=3: lower --max-tokens or --kv-cache-mib."
 
 
 def test_replicas_that_cannot_be_are_refused_in_the_options_of_the_command(tmp_path, capsys):
-    code = main(
-        [
-            *("eval", "builtin:tiny", "--data", "arithmetic:2", "--engine", "vllm"),
-            *("--tensor-parallel", "3", "--out", str(tmp_path / "out")),
-        ]
-    )
-    assert code == 1
+    command = ["eval", "builtin:tiny", "--data", "arithmetic:2", "--engine", "vllm"]
+    command += ["--tensor-parallel", "3", "--max-tokens", "32", "--out", str(tmp_path / "out")]
+    assert main(command) == 1
     assert "--tensor-parallel=3 does not divide the 8 attention heads" in capsys.readouterr().err
