@@ -40,7 +40,7 @@ LAYERS = {
     "rollout": {"protocols"},
     "actor": {"algo", "batching", "hf", "kernels", "parallel"},
     "checkpoint": {"hf", "parallel"},
-    "convert": {"actor", "checkpoint", "hf"},
+    "convert": {"actor", "assets", "checkpoint", "hf"},
     "evaluate": {
         "algo",
         "assets",
