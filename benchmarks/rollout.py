@@ -238,7 +238,10 @@ def cpu_seconds(pid: int) -> float:
 
 def tier_turn(engine: VllmEngine, prompts: list[Prompt], sizes: GroupSizes, step: int) -> Turn:
     """A round of the tier: this process and its replicas."""
-    pids = [os.getpid(), *(replica.facts.process.pid for replica in engine._fleet.ready if replica.facts)]
+    pids = [
+        os.getpid(),
+        *(replica.facts.process.pid for replica in engine._fleet.ready if replica.facts),
+    ]
     cpu, begin = sum(map(cpu_seconds, pids)), time.perf_counter()
     rollouts = engine.generate(prompts, sizes, step=step, temperature=1.0, seed=SEED)
     seconds = time.perf_counter() - begin
