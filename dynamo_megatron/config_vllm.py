@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from dynamo_megatron.config_base import NonNegative, Positive, Section
+from dynamo_megatron.rollout.vllm.limits import is_head_address
 
 
 class VllmConfig(Section):
@@ -47,10 +48,7 @@ class VllmConfig(Section):
     @field_validator("ray_address")
     @classmethod
     def _is_address(cls, value: str | None) -> str | None:
-        if value is None or value == "auto":
-            return value
-        host, _, port = value.rpartition(":")
-        if "/" in value or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        if value not in (None, "auto") and not is_head_address(value):
             raise ValueError(
                 f"{value!r} is no address of a Ray head: use HOST:PORT (6379 unless it was "
                 "started with another; [..] around an IPv6 address), auto for the only one on this "

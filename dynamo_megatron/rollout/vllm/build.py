@@ -144,7 +144,7 @@ def build_vllm_engine(spec: VllmSpec) -> VllmEngine:
 
 
 def _require_divisible(spec: VllmSpec) -> None:
-    """VLLM says so too, a minute later and in its own words."""
+    """Say at once what vLLM would say a minute later, in words of its own."""
     config = json.loads((spec.model_dir / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_attention_heads")
     if isinstance(heads, int) and heads % spec.tensor:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from dynamo_megatron.rollout.errors import RolloutError
+from dynamo_megatron.rollout.vllm.limits import is_head_address
 from dynamo_megatron.rollout.vllm.own_folder import RAY, make_folder
 from dynamo_megatron.rollout.vllm.surroundings import quiet_start, visible
 from dynamo_megatron.rollout.vllm.watch import require_listener
@@ -81,6 +82,12 @@ def _found() -> str:
     """The address that ``auto`` means. Ray itself takes any that it finds."""
     named = os.environ.get("RAY_ADDRESS", "")
     if named and named != "auto":
+        if not is_head_address(named):
+            raise RolloutError(
+                f"rollout.vllm.ray_address=auto takes RAY_ADDRESS={named}, which is no address of "
+                "a Ray head: Ray's client (ray://) cannot place replicas beside a trainer. Set "
+                "RAY_ADDRESS or rollout.vllm.ray_address to HOST:PORT."
+            )
         return named
     from ray._private import services
 

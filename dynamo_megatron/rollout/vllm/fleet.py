@@ -267,8 +267,8 @@ class Fleet:
         """
         self._connected = ()
         silent = self._silent(replicas)
-        who = f"replica {', '.join(map(str, silent))}" if silent else "no replica known"
-        self._count_loss(None, f"a weight update broke ({who} is lost): {failure}")
+        who = f"replica {', '.join(map(str, silent))} is lost" if silent else "all answer again"
+        self._count_loss(None, f"a weight update broke ({who}): {failure}")
         for replica in replicas:
             self._ready.pop(replica.number, None)
             replica.kill()

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 can do, known without importing it."""
+"""What vLLM 0.32 and Ray can do, known without importing them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def check_temperature(name: str, temperature: float) -> None:
             "and takes less for the former without an error. Choose one in between, or the "
             "embedded engine (hf)."
         )
+
+
+def is_head_address(text: str) -> bool:
+    """Whether a Ray head can be there: ``host:port``."""
+    host, _, port = text.rpartition(":")
+    return "/" not in text and bool(host) and port.isdecimal() and 0 < int(port) < 65536

@@ -24,16 +24,20 @@ class ProcessId:
         host: name of its node.
         pid: its number there.
         started_s: when it began (seconds since the epoch, as the system tells it).
+        namespace: in which the number counts; containers of a node may each have their own.
     """
 
     host: str
     pid: int
     started_s: float
+    namespace: str
 
 
 def own_process() -> ProcessId:
     """This process."""
-    return ProcessId(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+    return ProcessId(
+        socket.gethostname(), os.getpid(), psutil.Process().create_time(), _namespace()
+    )
 
 
 def end_process(process: ProcessId, timeout_s: float = END_TIMEOUT_S) -> None:
@@ -69,15 +73,27 @@ def end_process(process: ProcessId, timeout_s: float = END_TIMEOUT_S) -> None:
 
 def is_gone(process: ProcessId) -> bool:
     """Whether it ran on this node and has ended; False for one of another node."""
-    if process.host != socket.gethostname():
+    if not _is_near(process):
         return False
     found = _found(process)
     return found is None or not _runs(found)
 
 
+def _is_near(process: ProcessId) -> bool:
+    """Whether its number means something here."""
+    return (process.host, process.namespace) == (socket.gethostname(), _namespace())
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
 def _found(process: ProcessId) -> psutil.Process | None:
     """The process, where it is there and of this node."""
-    if process.host != socket.gethostname():
+    if not _is_near(process):
         return None
     try:
         found = psutil.Process(process.pid)

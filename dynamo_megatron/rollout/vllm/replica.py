@@ -260,10 +260,12 @@ class Replica:
 
     def _require_known_tokens(self, request: SampleRequest) -> None:
         """Without a tokenizer vLLM does not look: it reads beyond its embedding, or takes zeros."""
-        unknown = [t for t in request.token_ids if not 0 <= t < self._vocabulary]
-        if unknown:
+        # This thread steps the engine: no loop over tokens in Python.
+        low, high = min(request.token_ids, default=0), max(request.token_ids, default=0)
+        if low < 0 or high >= self._vocabulary:
             raise ValueError(
-                f"token id {unknown[0]} is not in the model's vocabulary of {self._vocabulary}."
+                f"token id {low if low < 0 else high} is not in the model's vocabulary of "
+                f"{self._vocabulary}."
             )
 
     def _refuse(self, request: SampleRequest, error: ValueError) -> None:

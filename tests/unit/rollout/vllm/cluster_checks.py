@@ -28,6 +28,12 @@ def test_auto_is_what_ray_address_names(monkeypatch):
     assert "ray_address=auto, which is 127.0.0.1:1: " in error_of_joining_auto()
 
 
+@pytest.mark.parametrize("named", ["ray://head:10001", "local"])
+def test_auto_takes_no_address_that_is_no_heads(named, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    assert f"RAY_ADDRESS={named}, which is no address of a Ray head" in error_of_joining_auto()
+
+
 @pytest.mark.parametrize(
     ("found", "text"),
     [

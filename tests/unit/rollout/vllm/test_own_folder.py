@@ -34,6 +34,7 @@ def test_the_folder_of_a_process_that_is_no_more_is_removed_and_no_other(temp):
     kept = [
         left(temp, "mine", asdict(own)),
         left(temp, "elsewhere", asdict(replace(dead, host="another-node"))),
+        left(temp, "container", asdict(replace(dead, namespace="pid:[1]"))),
         left(temp, "unknown", None),
         left(temp, "odd", ["no owner"]),
     ]

@@ -32,7 +32,7 @@ def deaf() -> Iterator[tuple[ProcessId, psutil.Process]]:
             assert process.stdout is not None
             child = psutil.Process(int(process.stdout.readline()))
             started = psutil.Process(process.pid).create_time()
-            yield ProcessId(socket.gethostname(), process.pid, started), child
+            yield replace(own_process(), pid=process.pid, started_s=started), child
         finally:
             process.kill()
             with suppress(psutil.NoSuchProcess):
@@ -54,7 +54,9 @@ def test_a_process_and_what_it_started_end():
         end_process(process)  # there is nothing left to do
 
 
-@pytest.mark.parametrize("other", [{"host": "another-node"}, {"started_s": 1_000_000.0}])
+@pytest.mark.parametrize(
+    "other", [{"host": "another-node"}, {"namespace": "pid:[1]"}, {"started_s": 1_000_000.0}]
+)
 def test_a_process_that_only_has_the_number_is_left_alone(other):
     with deaf() as (process, child):
         end_process(replace(process, **other))
